@@ -93,7 +93,7 @@ def test_a_wheel_trains_keeps_and_predicts_with_nothing_but_the_core(tmp_path):
     assert file == str(site / "tnp/__init__.py")
     missing = "triton is not installed, in which it is written"
     assert [missing in line for line in said] == [True, True, False]
-    assert said[-1].endswith(f"which {extras.install('images')} brings")
+    assert said[-1].endswith(f": run {extras.install('images')}")
     assert not list(site.glob("tnp_lab*"))
     assert not list(site.glob("tnp/**/*.tmp")) and not (work / "tnp").exists()
 
@@ -157,7 +157,7 @@ def test_a_command_that_measures_names_the_extra_in_one_sentence(arguments):
     done = command(*arguments)
     assert done.returncode == 1 and not done.stdout
     (line,) = done.stderr.splitlines()
-    assert line.endswith(f"which {extras.install('workflow')} brings")
+    assert line.endswith(f": run {extras.install('workflow')}")
     assert command(arguments[0], "--help").returncode == 0
 
 

@@ -76,7 +76,7 @@ def test_a_table_holds_functions_told_apart_by_a_column(of):
     [
         (
             {"h": ["5", "six"]},
-            "column 'h', row 1, holds 'six', not a number: .* of categories make",
+            "column 'h', row 1, holds 'six', not a number: .* for each category",
         ),
         ({"h": np.array([5, "six"], object)}, "column 'h', row 1, holds 'six', not a number"),
         ({"h": np.ones((2, 2))}, r"column 'h' has shape \(2, 2\): it must have one value a row"),

@@ -186,7 +186,7 @@ def test_numbers_of_numpy_and_paths_are_saved_as_plain_ones_and_others_are_named
         (lambda: 0, "function"),
         (torch.ones(2), "Tensor"),
     ):
-        with pytest.raises(TypeError, match=f"about.a is a {kind}.*: it must be of numbers, texts"):
+        with pytest.raises(TypeError, match=f"about.a is a {kind}.*: it must hold numbers, texts"):
             train(2, seen.append, folder=tmp_path / "b", about={"a": value})
     assert not seen and not (tmp_path / "b").exists()
 

@@ -1,7 +1,7 @@
-"""Computes the code that an implementation's results depend on.
+"""Finds the code that an implementation's results depend on.
 
 Our implementations depend on the definitions that they reach (`tnp.experiment.code_hash`). Others
-depend on their packages as installed. Neither torch nor another package is imported.
+depend on their installed packages. It imports neither torch nor another package.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Draws the chart of README: training speed of plain PyTorch, of PyTorch at its best, and of ours.
+"""Draws README's chart: training speed of plain PyTorch, of PyTorch at its best, and of ours.
 
-Reads the view `speedup`. Three bars a shape, on the first device that has rows with evidence. It
-stands on light pages and on dark ones: no background, text in a grey between the two.
+Reads the view `speedup`. Each shape has three bars, on the first device with evidence. The chart
+has no background and grey text, so that it suits light and dark pages.
 """
 
 import altair as alt
@@ -60,9 +60,7 @@ DEVICES_WITH_EVIDENCE = "select distinct device from speedup where valid and spe
 
 
 def draw(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
-    """Draws horizontal bars from zero with their 95 % intervals, 800 px wide, without a
-    background.
-    """
+    """Draws horizontal bars from zero with 95 % intervals, 800 px wide, without a background."""
     devices = data.devices(connection, "speedup")
     proven = {row["device"] for row in data.query(connection, DEVICES_WITH_EVIDENCE)}
     for slug in sorted(devices, key=lambda slug: slug not in proven):  # stable
@@ -76,19 +74,14 @@ def draw(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
 
 
 def _shapes(rows: list[Row]) -> list[list[Row]]:
-    """Returns the rows of each shape that has all three bars, those with evidence first in the
-    choice.
-    """
-    by_shape: dict[str, list[Row]] = {}
-    for row in rows:
-        by_shape.setdefault(row["shape"], []).append(row)
-    whole = [of_shape for of_shape in by_shape.values() if len(of_shape) == len(BARS)]
+    """Returns the rows of shapes that have all three bars. Shapes with evidence are preferred."""
+    whole = [of_shape for of_shape in data.grouped(rows, "shape") if len(of_shape) == len(BARS)]
     chosen = sorted(whole, key=lambda of_shape: not all(row["valid"] for row in of_shape))
     return [of_shape for of_shape in whole if of_shape in chosen[:SHAPES]]
 
 
 def finding(shapes: list[list[Row]], device: str) -> str:
-    """Says by how much ours is faster than PyTorch's best, if it is at every shape drawn."""
+    """Says how much faster ours is than PyTorch's best, if it is at every shape drawn."""
     own = [row for of_shape in shapes for row in of_shape if row["role"] == "own"]
     if all(row["verdict_best"] == "faster" for row in own):
         ratios = [row["speedup_best"] for row in own]

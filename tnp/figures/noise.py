@@ -1,8 +1,8 @@
 """Shows how far two equal things differ, and how often they would wrongly be called different.
 
-Reads the views `equal_things` and `noise`. One panel per device, one line per operator's pass or
-size of a step, on it a mark per comparison of two copies of one implementation, or of two runs of
-one training step.
+Reads the views `equal_things` and `noise`. A panel for each device has a line for each operator's
+pass and size of a step. A mark compares two copies of one implementation, or two runs of one
+training step.
 """
 
 import altair as alt
@@ -52,7 +52,7 @@ TOOLTIP = [
 
 
 def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:
-    """Ratios of equal things around 1, and how far they lie from it."""
+    """Draws ratios of equal things around 1."""
     rows = data.query(connection, QUERY)
     if not rows:
         return theme.no_rows(
@@ -70,8 +70,7 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
     }
     bound = max(MARGIN, *(abs(row["ratio"] - 1) for row in rows))
     blocks = []
-    for slug, device in data.devices(connection, "equal_things").items():
-        of_device = [row for row in rows if row["device"] == slug]
+    for device, of_device in data.by_device(data.devices(connection, "equal_things"), rows):
         panel = _panel(of_device, spreads, bound, labels, layout)
         when = data.recorded(connection, "equal_things", device)
         said = data.joined([when, counted(of_device)])
@@ -88,14 +87,12 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
 
 
 def finding(rows: list[Row]) -> str:
-    """Shares over all devices."""
+    """Gives the shares over all devices."""
     return f"Equal things compared: {counted(rows)}"
 
 
 def counted(rows: list[Row]) -> str:
-    """Returns how many comparisons there are, were called different, and have 1 in their
-    interval.
-    """
+    """Counts comparisons, those called different, and the intervals that contain 1."""
     n, wrong = len(rows), sum(row["wrong"] for row in rows)
     contain = sum(bool(row["contains_1"]) for row in rows)
     noun = "comparison" if n == 1 else "comparisons"
@@ -140,7 +137,7 @@ def _panel(
     shown = [{name: row[name] for name in columns} for row in rows]
     base = data.drawing(shown).encode(x=x, y=y, tooltip=TOOLTIP)
     band = data.drawing([{"from": 1 - MARGIN, "to": 1 + MARGIN}]).mark_rect(color=theme.RULE)
-    return alt.layer(
+    layers = [
         band.encode(x=alt.X("from:Q", scale=scale, axis=axis), x2="to:Q"),
         data.drawing([{"ratio": 1.0}]).mark_rule(color=theme.INK).encode(x=x),
         base.transform_filter("!datum.wrong").mark_tick(
@@ -154,10 +151,10 @@ def _panel(
             color=theme.MUTED,
             **at,
         ),
-        *theme.names("line:N", list(lines), y, MARK_HEIGHT, layout),
-    ).properties(width=width, height=layout.height(len(lines), MARK_HEIGHT))
+    ]
+    return theme.panel(layers, y, list(lines), MARK_HEIGHT, PANEL_WIDTH, None, layout)
 
 
 def _summary(comparisons: int, of_equals: float | None) -> str:
-    """Returns how many there are, and how far equal things lie apart if that is known."""
+    """Returns the number of comparisons, and the distance of equal things if known."""
     return f"{comparisons:,}" if of_equals is None else f"{comparisons:,}; {of_equals:.2%} apart"

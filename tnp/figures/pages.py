@@ -1,4 +1,4 @@
-"""Writes HTML around the charts: read on a phone, in the dark and without a network."""
+"""Writes HTML around the charts, for phones, dark pages and readers without a network."""
 
 import functools
 import html
@@ -65,10 +65,9 @@ PAGE = """<!DOCTYPE html>
 
 
 def page(name: str, screen: dict[str, Any], phone: dict[str, Any]) -> str:
-    """Returns the page of figure `name`: its title and subtitle as text that wraps, under them the
-    chart.
+    """Returns the page of figure `name`: its title and subtitle as text that wraps, and the chart.
 
-    A browser draws the one of two specifications that its window has room for.
+    The browser draws the specification that fits its window.
     """
     heading = screen["title"]
     charts = {
@@ -89,9 +88,9 @@ def page(name: str, screen: dict[str, Any], phone: dict[str, Any]) -> str:
 
 
 def index(sentences: dict[str, str], findings: dict[str, str], drawn: Collection[str]) -> str:
-    """Returns a page that leads through the figures: what each found, and shows.
+    """Returns a page that leads through the figures, with what each found and shows.
 
-    Links lead to those `drawn`; of the others it says how to draw them.
+    It links to figures that are `drawn`, and says how to draw the others.
     """
     parts = ["<h1>Training Transformer Neural Processes: what was measured</h1>"]
     parts.append(
@@ -128,7 +127,7 @@ def _navigation(name: str) -> str:
 
 
 def _untitled(specification: dict[str, Any]) -> dict[str, Any]:
-    """Removes the title, which is the page's, and the rows, which both specifications share."""
+    """Removes the title, which the page shows, and the rows, which both specifications share."""
     return {key: value for key, value in specification.items() if key not in ("title", "datasets")}
 
 

@@ -70,6 +70,8 @@ PAGE = """\
 def documents(connection: duckdb.DuckDBPyConnection) -> dict[Path, str]:
     """Returns the text of every generated document, by its path.
 
+    Raises ValueError for a block that names no query. It reads `connection`, an open store.
+
     Args:
         connection: an open store.
 
@@ -108,7 +110,7 @@ def _heading(sql: str) -> str:
 
 
 def _link(topic: str, sections: list[str]) -> str:
-    """Returns a line of RESULTS.md that leads to a page and lists its sections."""
+    """Returns a line of RESULTS.md that links to a page and lists its sections."""
     titles = [section.partition("\n")[0].removeprefix("## ") for section in sections]
     return f"- [{PAGES}/{topic}.md]({PAGES}/{topic}.md): {'; '.join(titles)}\n"
 
@@ -174,7 +176,7 @@ def _markdown(names: list[str], rows: list[tuple]) -> str:
 
 
 def _short(names: list[str], rows: list[tuple]) -> str:
-    """Returns a Markdown table; one line below it says what columns of text say in every row."""
+    """Returns a Markdown table. A line below it says which text columns are equal in all rows."""
     shared = {
         i: rows[0][i]
         for i in range(len(names))
@@ -215,7 +217,7 @@ def _filled(path: Path, tables: dict[str, Table]) -> str:
 
 
 def main() -> None:
-    """Writes all documents, or with `--check` names those that differ from the recorded rows."""
+    """Writes all documents. With `--check`, names those that differ from the recorded rows."""
     parser = argparse.ArgumentParser(
         prog="python -m tnp.figures.report", description=__doc__.split("\n")[0]
     )

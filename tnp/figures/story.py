@@ -1,4 +1,4 @@
-"""Orders the figures as a reader comes to ask."""
+"""Orders the figures by a reader's questions."""
 
 # Question → figures, of which each is a module of `tnp.figures`.
 STORY = {

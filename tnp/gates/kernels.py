@@ -1,7 +1,7 @@
-"""Checks phase 11: every committed kernel configuration compiles for its targets as it should.
+"""Checks phase 11: every committed kernel configuration compiles for its targets.
 
-Nothing spills, shared memory suffices, and ptxas warns of nothing: a wgmma that waits for the one
-before it costs more than any tuning gains. Needs no GPU. What the compiler reports goes into table
+Nothing spills, shared memory suffices, and ptxas warns of nothing. A wgmma that waits for its
+predecessor costs more than any tuning gains. Needs no GPU. The compiler's numbers go into table
 `kernels`. No benchmark waits for this gate: a slow kernel is not a wrong one.
 """
 
@@ -25,7 +25,7 @@ def kernel_rows() -> list[dict]:
 
 
 def checks(device: torch.device) -> Iterator[Check]:
-    """Yields one of each kind for every implementation that launches the kernel: those it stops."""
+    """Yields checks of each kernel, for every implementation that launches it."""
     _compiled.clear()
     for row in compile_all():
         _compiled.append(row)

@@ -71,7 +71,7 @@ class Progress:
         Args:
             part: its name.
             of: number of parts of the gate.
-            found: other findings of its checks, which a resumed gate reads in `finished`.
+            found: other findings of its checks, which a continued gate reads in `finished`.
         """
         new = {name: code for name, code in self.launched.items() if name not in self.kernels}
         line = {"part": part, "of": of, "found": list(found), "kernels": new}
