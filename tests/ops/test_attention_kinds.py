@@ -8,7 +8,6 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
 from tests.ops.attention_kinds import (
-    HEAD_DIM,
     OURS,
     SCALE,
     N,
@@ -204,66 +203,6 @@ def test_operators_keep_their_contracts(kind):
 
 
 # ------------------------------------------------------------------------------------- what is bad
-
-
-def bad_inputs():
-    x = torch.zeros(1, 2, 8, HEAD_DIM, device=DEVICE)
-    half = cu_seqlens([4, 4])
-    both = {"cu_seqlens_q": half, "cu_seqlens_k": half}
-    n_keys = torch.ones(1, dtype=torch.int32, device=DEVICE)
-    two = torch.zeros(2, 2, 8, HEAD_DIM, device=DEVICE)
-    yield "window is 0: it must be a whole number, at least 1", x, x, {"window": 0}
-    yield "window is -1: it must be a whole number, at least 1", x, x, {"window": -1}
-    yield "window is 1.5", x, x, {"window": 1.5}
-    yield "k has 2 heads and q 3: k's heads must divide q's", x[:, [0, 1, 1]], x, {}
-    yield "k has 4 heads and q 2", x, x[:, [0, 1, 1, 0]], {}
-    yield "k has 0 heads and q 2", x, x[:, :0], {}
-    yield "cu_seqlens_k is None: packed sequences need", x, x, {"cu_seqlens_q": half}
-    yield "cu_seqlens_q is None: packed sequences need", x, x, {"cu_seqlens_k": half}
-    yield "cu_seqlens_k is torch.int64", x, x, both | {"cu_seqlens_k": half.long()}
-    yield "cu_seqlens_q is torch.int32 \\(1, 3\\)", x, x, both | {"cu_seqlens_q": half[None]}
-    yield "cu_seqlens_q is torch.int32 \\(1,\\)", x, x, both | {"cu_seqlens_q": half[:1]}
-    yield "cu_seqlens_k is on meta", x, x, both | {"cu_seqlens_k": half.to("meta")}
-    yield "q has a batch of 2: packed sequences lie in a batch of 1", two, two, both
-    yield "n_keys and cu_seqlens are both given", x, x, both | {"n_keys": n_keys}
-    yield "q has 0 heads: attention needs at least one", x[:, :0], x, {}
-    yield "q has 0 heads: attention needs at least one", x[:, :0], x[:, :0], {}
-    yield "q is of type list: it must be a tensor", [1], x, {}
-    yield "k is of type list: it must be a tensor", x, [1], {"window": 3}
-    for name, value in (("causal", "no"), ("causal", 1), ("base2", None), ("lse", "yes")):
-        yield f"{name} is {value!r}: it must be True or False", x, x, {name: value}
-    sentence = "it must be torch.bfloat16 or torch.float16"
-    yield f"compute_dtype is torch.float64: {sentence}", x, x, {"compute_dtype": torch.float64}
-    yield f"compute_dtype is torch.int32: {sentence}", x, x, {"compute_dtype": torch.int32}
-    yield f"compute_dtype is 'bfloat16': {sentence}", x, x, {"compute_dtype": "bfloat16"}
-    in_16_bits = {"compute_dtype": torch.bfloat16}
-    yield "q is torch.int64: it must be a float dtype", x.long(), x, in_16_bits
-    yield "q is torch.float32 on .* and k torch.float16 on", x, x.half(), in_16_bits
-    more = cu_seqlens([4, 2, 2])
-    yield "cu_seqlens_q has 3 numbers and cu_seqlens_k 4", x, x, both | {"cu_seqlens_k": more}
-
-
-def str_of(x) -> str:
-    """What names a test: sentences."""
-    return x if isinstance(x, str) else ""
-
-
-@pytest.mark.parametrize("implementation", [*OURS, "reference"])
-@pytest.mark.parametrize("sentence, q, k, asked", list(bad_inputs()), ids=str_of)
-def test_bad_input_is_one_sentence(implementation, sentence, q, k, asked):
-    with pytest.raises(ValueError, match=sentence):
-        attention(q, k, k, implementation=implementation, **asked)
-
-
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="there the host does not know them")
-@pytest.mark.parametrize("implementation", [*OURS, "reference", "sdpa_flash"])
-@pytest.mark.parametrize("wrong", [0, -3, 9])
-def test_n_keys_out_of_range_are_one_sentence_on_the_cpu(implementation, wrong):
-    x, n_keys = torch.zeros(2, 1, 8, HEAD_DIM), torch.tensor([8, wrong], dtype=torch.int32)
-    with pytest.raises(ValueError) as raised:
-        attention(x, x, x, n_keys=n_keys, implementation=implementation)
-    sentence = f"n_keys is {wrong} in sample 1: it must lie between 1 and 8"
-    assert str(raised.value) == sentence
 
 
 # ------------------------------------------------------------------------- computed in other dtypes

@@ -18,8 +18,6 @@ from tnp.ops.buffered_attention import (
     OPERATOR,
     buffered_attention,
     reference,
-    triton_backward,
-    triton_forward,
 )
 
 NAMES = "q", "k", "v"
@@ -57,26 +55,6 @@ def assert_as_float64(run, inputs, options, dtype) -> None:
         assert error_ratio(*results, floor) <= OPERATOR.budget.gradients, name
 
 
-CONFIGS = [  # dtype, operation, configuration
-    pytest.param("bfloat16" if itemsize == 2 else "float32", pass_, config, id=f"{pass_}{config}")
-    for pass_, found in (
-        ("forward", triton_forward.CONFIGS.items()),
-        ("backward", triton_backward.CONFIGS.items()),
-        ("backward", [(2, triton_backward.WIDE_CONFIG)]),
-    )
-    for itemsize, config in found
-]
-
-
-@pytest.mark.parametrize("dtype, pass_, config", CONFIGS)
-@pytest.mark.parametrize("n", [20, 70])  # one block of the buffer, and a second that is ragged
-def test_every_configuration_at_ragged_sizes(dtype, pass_, config, n):
-    inputs, options, _ = drawn(17, n, 1, 9, dtype=dtype)
-    forced = {f"buffered_attention.{pass_}": ("triton", config)}
-    plan = plans.build(OPERATOR, "triton", inputs, options, NAMES, None, forced)
-    assert_as_float64(lambda *xs: plan.run(xs, (0.125,)), inputs, options, dtype)
-
-
 @pytest.mark.parametrize(
     "all_rows, lengths", [(True, {}), (False, {"lengths": "5,67", "batch": 2})], ids=str
 )
@@ -112,41 +90,3 @@ def test_rows_that_others_are_not_there_for():
     ours = partial(buffered_attention, n_buffer=9, n_groups=2, implementation="triton")
     every = ours(q, k, v)
     torch.testing.assert_close(ours(q[:, :, 29:], k, v, all_rows=False), every[:, :, 29:])
-
-
-def test_more_keys_than_lie_on_chip_are_refused():
-    (q, k, v, _), _, _ = drawn(129, 65, 0, 1)
-    message = "it keeps 4 blocks of 64 keys on chip, and 129 points of the context with 65 of the"
-    with pytest.raises(RuntimeError, match=f"{message} buffer are 5"):
-        buffered_attention(q, k, v, 65, implementation="triton")
-    (q, k, v, _), _, _ = drawn(5, 3, 0, 1, dtype="bfloat16", head_dim=48)
-    with pytest.raises(RuntimeError, match="it takes head_dim 16, 32, 64 in bfloat16, not 48"):
-        buffered_attention(q, k, v, 3, implementation="triton")
-
-
-def bad_inputs():
-    q, k = torch.zeros(2, 1, 20, 16), torch.zeros(2, 1, 8, 16)
-    yield r"q has shape \(1, 20, 16\): it must be \[B, H, n_q, D\]", (q[0], k, k, 3), {}
-    yield "v is torch.float64 and q is torch.float32", (q, k, k.double(), 3), {}
-    yield r"v \(2, 1, 7, 16\): they must be equal", (q, k, k[:, :, 1:], 3), {}
-    yield "they must agree except in their rows", (q, k[:1], k[:1], 3), {}
-    yield "n_buffer is 0: it must be a whole number, at least 1", (q, k, k, 0), {}
-    yield "n_buffer is 8 of 8 keys: at least one key must belong to the context", (q, k, k, 8), {}
-    yield "n_groups is -1: it must be a whole number, at least 0", (q, k, k, 3), {"n_groups": -1}
-    yield "q has 20 rows: it must have at least 23, for the context, the buffer and 5 groups", (
-        q, k, k, 3,
-    ), {"n_groups": 5}  # fmt: skip
-    n_keys = torch.tensor([1, 6], dtype=torch.int32)
-    yield "n_keys is 6 in sample 1: it must lie between 1 and 5", (q, k, k, 3), {"n_keys": n_keys}
-    yield "n_buffer is 3.0: it must be a whole number", (q, k, k, 3.0), {}
-    yield "n_groups is True: it must be a whole number", (q, k, k, 3), {"n_groups": True}
-    yield "base2 is 'no': it must be True or False", (q, k, k, 3), {"base2": "no"}
-    yield "all_rows is 1: it must be True or False", (q, k, k, 3), {"all_rows": 1}
-    yield "scale is 0.0: it must be positive", (q, k, k, 3), {"scale": 0.0}
-    yield "base2 is set", (q, k, k, 3), {"scale": 1.0, "base2": True}
-
-
-@pytest.mark.parametrize("message, inputs, named", list(bad_inputs()), ids=lambda x: str(x)[:30])
-def test_bad_input_is_one_sentence(message, inputs, named):
-    with pytest.raises(ValueError, match=message):
-        buffered_attention(*inputs, implementation="triton", **named)

@@ -139,16 +139,6 @@ def test_views_are_read_in_place_and_copies_give_the_same():
         assert torch.equal(out, expected) and out.shape == (*view.shape[:-1], 3, 3)
 
 
-@pytest.mark.parametrize("implementation", ["torch", "loop", "bmm", "fused"])
-def test_no_rows(implementation):
-    up, down = (heads().inputs[name].requires_grad_() for name in ("up", "down"))
-    x = torch.zeros(2, 0, 32, device=DEVICE, requires_grad=True)
-    out = mixture_heads(x, up, down, implementation=implementation)
-    assert out.shape == (2, 0, 3, 3)
-    gradients = torch.autograd.grad(out.sum(), (x, up, down))
-    assert all((gradient == 0).all() for gradient in gradients)
-
-
 def hopper_call(gpu="H100", dtype="bfloat16", wanted=("x", "up", "down"), **changes: int) -> Call:
     sizes = {"rows": 777, "d_model": 512, "d_ff": 1408, "n_components": 10, "n_outputs": 3}
     return Call(OPERATOR.problem(dtype, **sizes | changes), devices.named(gpu), wanted)
@@ -195,32 +185,3 @@ def test_why_z_is_not_saved():
     shapes = (2, 35, 512), (3, 1400, 512), (3, 3, 1400)
     (out,), (z,) = forward.empty((), [torch.empty(shape, device="meta") for shape in shapes])
     assert out.shape == (2, 35, 3, 3) and z.shape == (70, 3 * 1408)  # 1400 is padded
-
-
-def bad_inputs():
-    x, up, down = torch.zeros(4, 32), torch.zeros(2, 48, 32), torch.zeros(2, 3, 48)
-    yield r"they must be \[K, F, D\] and \[K, O, F\]", (x, up, down[:1])
-    yield r"they must be \[K, F, D\] and \[K, O, F\]", (x, up[0], down)
-    yield "with D = 32 of up", (x[:, :16], up, down)
-    yield "down is torch.int64: it must be a float dtype", (x, up, down.long())
-    yield "up is on meta and x on cpu", (x, up.to("meta"), down)
-    yield "x is torch.int64: it must be a float dtype", (x.long(), up, down)
-
-
-@pytest.mark.parametrize("message, inputs", list(bad_inputs()), ids=lambda value: str(value)[:30])
-def test_bad_input_is_one_sentence(message, inputs):
-    with pytest.raises(ValueError, match=message):
-        mixture_heads(*inputs, implementation="fused")
-
-
-def test_what_each_implementation_refuses():
-    x, up, down = torch.zeros(4, 32), torch.zeros(2, 42, 32), torch.zeros(2, 3, 42)
-    with pytest.raises(RuntimeError, match="F is 42 and D 32: it takes multiples of 8"):
-        mixture_heads(x.bfloat16(), up, down, implementation="grouped_mm")
-    with pytest.raises(RuntimeError, match="is 17, and it takes at most 16 outputs a head"):
-        mixture_heads(x, up, torch.zeros(2, 17, 42), implementation="fused")
-    with pytest.raises(RuntimeError, match="it takes bfloat16, float16, float32, not float64"):
-        mixture_heads(x.double(), up, down, implementation="fused")
-    with pytest.raises(ValueError, match="unknown implementation 'lop' of mixture_heads"):
-        mixture_heads(x, up, down, implementation="lop")
-    assert mixture_heads(x.double(), up, down, implementation="bmm").dtype == torch.float64

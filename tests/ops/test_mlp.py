@@ -6,7 +6,7 @@ The gate compares what is ours with float64 (`tests.gates.test_operators`).
 import pytest
 import torch
 
-from tests.ops.problems import DEVICE, assert_equal, assert_within_budget, by, results, setting
+from tests.ops.problems import assert_within_budget, by, setting
 from tnp.dispatch import devices, tuned_tables
 from tnp.dispatch.spec import OWN, Call
 from tnp.gates.results import Setting
@@ -56,36 +56,6 @@ def test_padding_is_exact_and_has_no_gradient(implementation):
     assert (found["dup"][42:] == 0).all() and (found["ddown"][:, 42:] == 0).all()
 
 
-@ours
-def test_weights_of_other_strides(implementation):
-    problem = layer()
-
-    def strided(x, up, down):
-        turned = (weight.t().contiguous().t() for weight in (up, down))
-        return mlp(x, *turned, implementation=implementation)
-
-    assert_equal(results(problem, strided), by(problem, implementation))
-
-
-@pytest.mark.parametrize("implementation", ["torch", *OURS])
-def test_no_rows(implementation):
-    up, down = (layer().inputs[name].requires_grad_() for name in ("up", "down"))
-    x = torch.zeros(2, 0, 32, device=DEVICE, requires_grad=True)
-    y = mlp(x, up, down, implementation=implementation)
-    assert y.shape == (2, 0, 32)
-    gradients = torch.autograd.grad(y.sum(), (x, up, down))
-    assert all((gradient == 0).all() for gradient in gradients)
-
-
-@ours
-def test_gradients_have_the_weights_dtype(implementation):
-    x, *weights = layer().inputs.values()
-    weights = [weight.to(torch.bfloat16).requires_grad_() for weight in weights]
-    y = mlp(x, *weights, implementation=implementation)
-    gradients = torch.autograd.grad(y.float().sum(), weights)
-    assert [gradient.dtype for gradient in gradients] == [torch.bfloat16] * 2
-
-
 def served(target, wanted, dtype="bfloat16", **sizes) -> tuple[str, str]:
     """Kernels of both passes of `fused`, where no table says anything."""
     from tnp.dispatch.selection import choose_kernel
@@ -128,31 +98,3 @@ def test_inference_neither_writes_nor_keeps_hidden_rows():
     assert len(trained.grad_fn.saved_tensors) == 5 and y.grad_fn is None
     outputs, saved = composed.FORWARD_AGAIN.empty((), inputs)
     assert len(outputs) == 1 and saved == ()
-
-
-def bad_inputs():
-    x, up, down = torch.zeros(4, 32), torch.zeros(48, 32), torch.zeros(32, 48)
-    yield r"they must be \[F, D\] and \[D, F\]", (x, up, down.t())
-    yield "with D = 32 of up", (x[:, :16], up, down)
-    yield "down is torch.int64: it must be a float dtype", (x, up, down.long())
-    yield "up is on meta and x on cpu", (x, up.to("meta"), down)
-
-
-@pytest.mark.parametrize("message, inputs", list(bad_inputs()), ids=lambda value: str(value)[:30])
-@ours
-def test_bad_input_is_one_sentence(implementation, message, inputs):
-    with pytest.raises(ValueError, match=message):
-        mlp(*inputs, implementation=implementation)
-
-
-def test_what_each_implementation_refuses():
-    x, up, down = torch.zeros(4, 48), torch.zeros(8, 48), torch.zeros(48, 8)
-    with pytest.raises(RuntimeError, match="'single' cannot run here: D is 48: it takes a power"):
-        mlp(x, up, down, implementation="single")
-    with pytest.raises(RuntimeError, match="it takes bfloat16, float16, float32, not float64"):
-        mlp(x.double(), up, down, implementation="fused")
-    with pytest.raises(ValueError, match="unknown implementation 'fusd' of mlp"):
-        mlp(x, up, down, implementation="fusd")
-    with pytest.raises(ValueError, match="x is torch.int64: it must be a float dtype"):
-        mlp(x.long(), up, down)
-    assert mlp(x.double(), up, down).dtype == torch.float64

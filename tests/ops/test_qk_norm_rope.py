@@ -7,9 +7,8 @@ import torch
 
 from tests.ops.launched import reads, recorded
 from tests.ops.test_rope import draw, tables
-from tnp.dispatch import plans
 from tnp.dispatch.call import call
-from tnp.ops.rope import PAIRINGS, QK_NORM_ROPE, qk_norm_rope, triton_qk_norm
+from tnp.ops.rope import PAIRINGS, QK_NORM_ROPE, qk_norm_rope
 
 NAMES = QK_NORM_ROPE.differentiated
 
@@ -63,27 +62,6 @@ def test_in_16_bits_it_rounds_once():
         assert (x == y.bfloat16()).float().mean() > 0.999
 
 
-def configs():
-    forward = [
-        (one, triton_qk_norm.BACKWARD_CONFIGS[0]) for one in triton_qk_norm.FORWARD_CONFIGS[1:]
-    ]
-    return forward + [
-        (triton_qk_norm.FORWARD_CONFIGS[0], one) for one in triton_qk_norm.BACKWARD_CONFIGS
-    ]
-
-
-@pytest.mark.parametrize("forward, backward", configs())
-def test_every_configuration_where_programs_walk_several_tiles(forward, backward):
-    inputs = drawn(2, 4, 2, 67, 16)
-    forced = {
-        "qk_norm_rope.forward": ("triton", forward), "qk_norm_rope.backward": ("triton", backward)
-    }  # fmt: skip
-    plan = plans.build(QK_NORM_ROPE, "triton", (*inputs, None), (), NAMES, forced=forced)
-    outputs = plan.run((*inputs, None), QK_NORM_ROPE.numbers)
-    found = *(x.detach() for x in outputs), *gradients(outputs, inputs)
-    torch.testing.assert_close(found, results(inputs), atol=5e-5, rtol=5e-5)
-
-
 def test_one_launch_forward_and_one_more_backward_that_adds_up_the_weights():
     inputs = drawn(2, 4, 2, 5, 16)
     q, k, q_weight, k_weight, cos, sin = inputs
@@ -102,15 +80,6 @@ def test_one_launch_forward_and_one_more_backward_that_adds_up_the_weights():
     assert len(launches) == 2
 
 
-def test_weights_of_16_bits_and_with_strides():
-    q, k, *weights, cos, sin = drawn(2, 4, 2, 5, 16)
-    weights = [torch.randn(32).bfloat16()[::2].requires_grad_() for _ in weights]
-    inputs = q, k, *weights, cos, sin
-    found, want = results(inputs, implementation="triton"), results(inputs)
-    assert found[4].dtype == found[5].dtype == torch.bfloat16
-    torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-2)
-
-
 def test_positions_that_the_host_does_not_see_give_no_wrong_number():
     """As where they lie on a GPU: NaN for these tokens, and in the sums over all."""
     inputs = *drawn(1, 2, 1, 2, 6, n_positions=3), torch.tensor([[1, 3]])
@@ -121,25 +90,6 @@ def test_positions_that_the_host_does_not_see_give_no_wrong_number():
     assert all(x.isnan().all() for x in dweights)
     with pytest.raises(ValueError, match="positions lie between 1 and 3: they must lie between 0"):
         qk_norm_rope(*inputs)
-
-
-def test_errors_say_what_would_be_right():
-    q, k, q_weight, k_weight, cos, sin = drawn(2, 4, 2, 5, 16)
-    wrong = [
-        ((q, k, q_weight[:8], k_weight), {}, r"q_weight is \(8,\): it must be \[16\], head_dim"),
-        (
-            (q, k, q_weight, k_weight.long()),
-            {},
-            "k_weight is torch.int64: it must be",
-        ),
-        ((q, k, q_weight, k_weight.to("meta")), {}, "k_weight is on meta and q on cpu"),
-        ((q, k, q_weight, k_weight), {"eps": 0.0}, "eps is 0.0: it must be positive and finite"),
-        ((q, k, q_weight, k_weight), {"pairing": "other"}, "choose from half, interleaved"),
-        ((q[..., :8], k, q_weight, k_weight), {}, "they may differ in their heads alone"),
-    ]
-    for tensors, named, sentence in wrong:
-        with pytest.raises(ValueError, match=sentence):
-            qk_norm_rope(*tensors, cos, sin, implementation="triton", **named)
 
 
 def test_within_models_that_normalize_heads():

@@ -62,19 +62,8 @@ def test_positions(dtype):
     torch.testing.assert_close(found, results(ours, q, k, cos, sin), rtol=0, atol=0)
 
 
-OUT_OF_RANGE = [([-1, 1], "between -1 and 1"), ([0, 3], "between 0 and 3")]
-
-
-@pytest.mark.parametrize("implementation", ["torch", "triton"])
-@pytest.mark.parametrize("wrong, found", OUT_OF_RANGE)
-def test_positions_that_the_host_sees_out_of_range_are_one_sentence(implementation, wrong, found):
-    q, k = draw(1, 1, 1, 2, 4)
-    with pytest.raises(ValueError, match=f"positions lie {found}: they must lie between 0 and 2"):
-        rope(q, k, *tables(3, 4), torch.tensor([wrong]), implementation=implementation)
-
-
-@pytest.mark.parametrize("wrong, _", OUT_OF_RANGE)
-def test_positions_that_the_host_does_not_see_give_no_wrong_number(wrong, _, monkeypatch):
+@pytest.mark.parametrize("wrong", [[-1, 1], [0, 3]])
+def test_positions_that_the_host_does_not_see_give_no_wrong_number(wrong, monkeypatch):
     """As where they lie on a GPU: NaN for these tokens, and an assertion where it is asked for."""
     q, k = draw(1, 2, 1, 2, 6)
     inputs = q, k, *tables(3, 6), torch.tensor([wrong])
@@ -114,16 +103,6 @@ def test_outputs_lie_as_the_inputs_do():
         assert y.is_contiguous()
 
 
-def test_strides_that_the_kernel_cannot_read():
-    cos, sin = (table.T.contiguous().T for table in tables(3, 8))
-    q, k = (torch.randn(1, 2, 8, 3).transpose(2, 3).requires_grad_() for _ in range(2))
-    outputs = ours(q, k, cos, sin)
-    found = torch.autograd.grad(outputs[0].sum() + outputs[1].sum(), (q, k))
-    want = rope(q, k, cos, sin)
-    torch.testing.assert_close(outputs, want)
-    torch.testing.assert_close(found, torch.autograd.grad(want[0].sum() + want[1].sum(), (q, k)))
-
-
 @pytest.mark.parametrize("route", ["eager", "compiled"])
 @pytest.mark.parametrize("used", [0, 1])
 def test_an_output_that_nobody_uses(route, used):
@@ -146,30 +125,6 @@ def test_compiled_with_dynamic_sizes(pairing="interleaved"):
         arguments = *draw(n_tokens=n_tokens), *tables(n_tokens, 16)
         found = results(function, *arguments, pairing=pairing)
         torch.testing.assert_close(found, results(rope, *arguments, pairing=pairing))
-
-
-def test_errors_say_what_would_be_right():
-    q, k = draw()
-    cos, sin = tables(5, 16)
-    odd, odd_k = draw(head_dim=5)
-    wrong = [
-        ((odd, odd_k, cos, sin), "head_dim is 5: it must be even"),
-        ((q[0], k, cos, sin), r"q is \(4, 5, 16\): it must be \[batch, heads, tokens, D\]"),
-        ((q, k[:, :, :3], cos, sin), "they may differ in their heads alone"),
-        ((q, k.half(), cos, sin), "k torch.float16 on cpu: they must be equal"),
-        ((q, k, cos[:, :4], sin[:, :4]), r"both must be \[n_positions, 8\], half of head_dim"),
-        ((q, k, cos.half(), sin.half()), "both must be float32 or both q's torch.float32"),
-        ((q, k, cos[:3], sin[:3]), "3 positions and q 5 tokens: without positions"),
-        ((q, k, cos, sin, torch.zeros(2, 4).int()), r"they must be \[2, 5\] on cpu"),
-        ((q, k, cos, sin, torch.zeros(2, 5)), "positions are torch.float32: they must be int32"),
-    ]
-    for arguments, sentence in wrong:
-        with pytest.raises(ValueError, match=sentence):
-            ours(*arguments)
-    with pytest.raises(ValueError, match="pairing is 'other': choose from half, interleaved"):
-        ours(q, k, cos, sin, pairing="other")
-    with pytest.raises(RuntimeError, match="cannot run here: it takes bfloat16"):
-        ours(q.double(), k.double(), cos, sin)
 
 
 def test_within_language_models():
