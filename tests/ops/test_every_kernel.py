@@ -42,6 +42,7 @@ RAGGED = {
         ("bfloat16", 2, 1, 150, 61, 64, {"n_keys": True, "lengths": "50,7"}),
         ("bfloat16", 1, 1, 150, 125, 64, {"n_keys": True, "lengths": "109"}),
         ("bfloat16", 1, 1, 70, 64, 64, {}),
+        ("bfloat16", 1, 1, 70, 250, 64, {}),
     ],
 }  # fmt: skip
 

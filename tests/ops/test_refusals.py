@@ -369,6 +369,16 @@ WRONGS = {
                 PACKED | {"cu_seqlens_k": int32(0, 4, 6, 8)},
                 "cu_seqlens_q has 3 numbers and cu_seqlens_k 4",
             ),
+            *(
+                (PACKED | {f"cu_seqlens_{side}": int32(0, 4, 8) + int32(*off)}, f"_{side} {said}")
+                for side in "qk"
+                for off, said in (
+                    ((0, 5, 0), "goes from 9 to 8 at place 2: it must not decrease"),
+                    ((0, -5, 0), "goes from 0 to -1 at place 1: it must not decrease"),
+                    ((1, 0, 0), "begins with 1: it must begin with 0"),
+                    ((0, 0, 1), f"ends with 9 and {side} has 8 rows: they must be equal"),
+                )
+            ),
             (PACKED | {"n_keys": int32(1)}, "n_keys and cu_seqlens are both given"),
             (
                 PACKED | dict.fromkeys("qkv", zeros(2, 2, 8, 64)),
