@@ -163,39 +163,6 @@ def test_attention_and_projection_hand_halves_over(of_attention, centred, monkey
         assert relative_error(ours, exact) < 1e-5
 
 
-# Rows of 16-byte elements and not, from offsets that are multiples of 16 bytes and not, columns
-# that lie apart, and rows that are all the same.
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda d: draw(2, 7, d, dtype=torch.bfloat16),
-        lambda d: draw(2, 7, d + 8, dtype=torch.bfloat16)[..., :d],
-        lambda d: draw(2, 7, d + 8, dtype=torch.bfloat16)[..., 3 : d + 3],
-        lambda d: draw(2, 7, d + 1, dtype=torch.bfloat16)[..., :d],
-        lambda d: draw(2, 7, d, 2, dtype=torch.bfloat16)[..., 0],
-        lambda d: draw(1, 1, 1, dtype=torch.bfloat16).expand(2, 7, d),
-    ],
-)
-@pytest.mark.parametrize("d_model", [24, 20])
-def test_gradients_of_strided_rows(view, d_model):
-    weight = draw(3 * d_model, d_model).requires_grad_()
-    gradients = []
-    for x in (view(d_model), view(d_model).contiguous()):
-        q, k, v = project_qkv(x, weight, 2, n_k=4, first=2, implementation="fused")
-        loss = (q * 1.5).sum() + (k * k).sum() + v.sum()
-        gradients.append(torch.autograd.grad(loss, weight)[0])
-    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("n_dims", [1, 2, 4])
-def test_linear_of_any_number_of_dimensions(n_dims):
-    x, weight = draw(*(2, 3, 5, 16)[-n_dims:]).requires_grad_(), draw(8, 16)
-    out, own = (linear(x, weight, implementation=name) for name in ("fused", "torch"))
-    torch.testing.assert_close(out, own)
-    gradients = (torch.autograd.grad(y.square().sum(), x)[0] for y in (out, own))
-    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize("name", ["torch", "fused"])
 @pytest.mark.parametrize("n_k, first", [(None, 0), (4, 2)])
 def test_queries_carry_what_scores_are_multiplied_by(name, n_k, first):
