@@ -105,11 +105,3 @@ def test_addmm_activation_is_for_cuda_and_forward_only():
     assert "CUDA" in peer.refuses(Call(problem, devices.CPU))  # it computes erf's form there
     assert peer.refuses(Call(problem, devices.named("H200"))) is None
     assert "forward only" in peer.refuses(Call(problem, devices.named("H200"), wanted=("x",)))
-
-
-def test_gelu_linear_is_part_of_gpt2():
-    run = {"batch": 8, "n_tokens": 1024, "dtype": "bfloat16"}
-    gpt2 = {"d_model": 768, "d_ff": 3072, "activation": "gelu_tanh"}
-    problem = GELU_LINEAR.within(gpt2, run)
-    assert dict(problem.sizes) == {"rows": 8192, "n_in": 768, "n_out": 3072}
-    assert GELU_LINEAR.within(gpt2 | {"activation": "silu_gated"}, run) is None

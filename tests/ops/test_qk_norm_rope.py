@@ -90,10 +90,3 @@ def test_positions_that_the_host_does_not_see_give_no_wrong_number():
     assert all(x.isnan().all() for x in dweights)
     with pytest.raises(ValueError, match="positions lie between 1 and 3: they must lie between 0"):
         qk_norm_rope(*inputs)
-
-
-def test_within_models_that_normalize_heads():
-    run = {"batch": 2, "n_tokens": 8192, "dtype": "bfloat16"}
-    qwen = {"n_heads": 32, "n_kv_heads": 8, "head_dim": 128, "rope": True, "qk_norm": True}
-    assert QK_NORM_ROPE.within(qwen, run)["kv_heads"] == 8
-    assert QK_NORM_ROPE.within(qwen | {"qk_norm": False}, run) is None

@@ -47,6 +47,16 @@ CALLS = {
         "project_qkv", "fused", lambda n: (X, WEIGHT, n), (("n_heads", 1), ("centred", True)),
         int32(1, 8), [int32(0, 8), int32(1, 9)], "n_keys must lie between 1 and n_k = 8",
     ),
+    "decode_attention": (
+        "decode_attention", "triton", lambda n: (ROWS, ROWS, ROWS, n, None, None, None), (),
+        int32(0, 8), [int32(-7, 8), int32(0, 500)], "n_keys must lie between 0 and",
+    ),
+    "page_table": (
+        "decode_attention", "triton",
+        lambda table: (ROWS, ROWS.repeat(2, 1, 2, 1), ROWS.repeat(2, 1, 2, 1), int32(5, 8), table)
+        + (None, None), (), int32(0, 3)[:, None],
+        [int32(-1, 3)[:, None], int32(0, 10**6)[:, None]], "pages must lie between 0 and",
+    ),
     "mixture_nll": (
         "mixture_nll", "fused", lambda n: (PARAMETERS, Y, n), (), int32(0, 8),
         [int32(-1, 8), int32(0, 9)], "n_targets must lie between 0 and 8",

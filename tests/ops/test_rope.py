@@ -125,11 +125,3 @@ def test_compiled_with_dynamic_sizes(pairing="interleaved"):
         arguments = *draw(n_tokens=n_tokens), *tables(n_tokens, 16)
         found = results(function, *arguments, pairing=pairing)
         torch.testing.assert_close(found, results(rope, *arguments, pairing=pairing))
-
-
-def test_within_language_models():
-    run = {"batch": 8, "n_tokens": 2048, "dtype": "bfloat16"}
-    llama = {"n_heads": 32, "n_kv_heads": 8, "head_dim": 128}
-    assert ROPE.within(llama | {"rope": True}, run)["kv_heads"] == 8
-    assert ROPE.within(llama, run) is None
-    assert ROPE.within(llama | {"rope": True, "qk_norm": True}, run) is None
