@@ -13,6 +13,15 @@ LENGTHS, KEY_LENGTHS = (5, 0, 17, 28), (9, 3, 0, 38)
 KINDS = ({}, {"causal": True}, {"window": 9}, {"causal": True, "window": 9})
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="on CUDA other functions of PyTorch do it")
+def test_flash_on_the_cpu_takes_packed_sequences():
+    inputs = draw(20, 33)
+    asked = {"cu_seqlens_q": cu_seqlens((5, 0, 15)), "cu_seqlens_k": cu_seqlens((3, 9, 21))}
+    for kind in ({}, {"causal": True}):
+        expected = run(inputs, implementation="reference", **asked, **kind)
+        assert_close(run(inputs, implementation="sdpa_flash", **asked, **kind), expected)
+
+
 def of_sequence(x: torch.Tensor, cu: torch.Tensor, s: int) -> torch.Tensor:
     return x[:, :, cu[s] : cu[s + 1]]
 

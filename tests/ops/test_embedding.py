@@ -7,9 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.ops.opaque import told
 from tests.ops.problems import DEVICE, setting
-from tnp.dispatch import custom_op
 from tnp.gates.checks import max_abs_error
 from tnp.ops.embedding import GIVEN, OPERATOR, embed_rows
 
@@ -50,21 +48,6 @@ def test_neighbouring_pixels_stay_apart():
     out = embed_rows(None, None, x, weight, torch.bfloat16, implementation="fused")
     exact = F.silu(torch.tensor([0.0, 1000 / 1024]))
     torch.testing.assert_close(out.flatten().cpu().float(), exact, atol=4e-3, rtol=0.0)
-
-
-@pytest.mark.parametrize("given", ["both", "context", "targets"])
-def test_operators_keep_their_contracts(given):
-    inputs = small().inputs
-    points = [inputs[name] for name in POINTS]
-    if given == "context":
-        points = [*points[:2], None]
-    elif given == "targets":
-        points = [None, None, points[2]]
-    like = torch.empty(0, dtype=torch.bfloat16, device=DEVICE)
-    there = [name for name, x in zip(POINTS, points, strict=True) if x is not None]
-    text = told("fused", ["weight"], given=there)
-    arguments = (*points, inputs["weight"].requires_grad_(), like, text)
-    torch.library.opcheck(custom_op.custom_operator(OPERATOR).differentiable, arguments)
 
 
 def test_auto_takes_what_gives_the_gradients_that_are_wanted():

@@ -39,17 +39,6 @@ def test_more_rows_than_are_saved_are_computed_again_in_chunks(
 
 
 @ours
-def test_views_are_read_in_place_and_copies_give_the_same(implementation):
-    """Rows of a slice, a transposed matrix, and a sample's targets of [B, L, D]."""
-    x, up, down = layer(2 * 70).inputs.values()
-    views = [x.view(70, 64)[:, :32], x[:32].t()[:, :32], x.view(2, 70, 32)[:, 13:]]
-    for view in views:
-        assert not view.is_contiguous()
-        expected = mlp(view.contiguous(), up, down, implementation=implementation)
-        assert torch.equal(mlp(view, up, down, implementation=implementation), expected)
-
-
-@ours
 def test_padding_is_exact_and_has_no_gradient(implementation):
     """A hidden unit of weight 0 is 0 behind SiLU, and so are its gradients."""
     found = by(layer(), implementation)

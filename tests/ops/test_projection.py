@@ -3,8 +3,6 @@
 The gate compares them with float64 (`tests.gates.test_operators`).
 """
 
-import math
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -163,24 +161,11 @@ def test_attention_and_projection_hand_halves_over(of_attention, centred, monkey
         assert relative_error(ours, exact) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["torch", "fused"])
-@pytest.mark.parametrize("n_k, first", [(None, 0), (4, 2)])
-def test_queries_carry_what_scores_are_multiplied_by(name, n_k, first):
-    x, weight = draw(2, 9, 32), draw(96, 32)
-    plain, scaled = (
-        project_qkv(x, weight, 2, n_k=n_k, first=first, base2=base2, implementation=name)
-        for base2 in (False, True)
-    )
-    torch.testing.assert_close(scaled[0], plain[0] * math.log2(math.e) / 4)
-    assert torch.equal(scaled[1], plain[1]) and torch.equal(scaled[2], plain[2])
-
-
-@pytest.mark.parametrize("name", ["torch", "fused"])
-def test_centred_keys_differ_from_others_by_one_vector_a_sample(name):
+def test_centred_keys_differ_from_others_by_one_vector_a_sample():
     x, weight = draw(3, 70, 32) + 5, draw(96, 32)
     lengths = torch.tensor([70, 1, 33], dtype=torch.int32, device=DEVICE)
-    plain = project_qkv(x, weight, 2, implementation=name)
-    centred = project_qkv(x, weight, 2, centred=True, n_keys=lengths, implementation=name)
+    plain = project_qkv(x, weight, 2)
+    centred = project_qkv(x, weight, 2, centred=True, n_keys=lengths)
     torch.testing.assert_close(centred[0], plain[0])
     torch.testing.assert_close(centred[2], plain[2])
     apart = plain[1] - centred[1]

@@ -12,7 +12,7 @@ from tnp.dispatch.call import forget
 from tnp.dispatch.registry import catalog
 
 ROWS = torch.ones(2, 1, 8, 16)
-PACK, WEIGHT, X = ROWS[:1], torch.ones(48, 16), torch.ones(2, 8, 16)
+PACK, WEIGHT, X, COS = ROWS[:1], torch.ones(48, 16), torch.ones(2, 8, 16), torch.ones(8, 8)
 PARAMETERS, Y, LOGITS = torch.ones(2, 8, 3, 3), torch.ones(2, 8, 1), torch.ones(2, 48)
 
 
@@ -56,6 +56,11 @@ CALLS = {
         lambda table: (ROWS, ROWS.repeat(2, 1, 2, 1), ROWS.repeat(2, 1, 2, 1), int32(5, 8), table)
         + (None, None), (), int32(0, 3)[:, None],
         [int32(-1, 3)[:, None], int32(0, 10**6)[:, None]], "pages must lie between 0 and",
+    ),
+    "rope": (
+        "rope", "triton", lambda at: (ROWS, ROWS, COS, COS, at), (), int32(*range(8)).repeat(2, 1),
+        [int32(-1, *range(7)).repeat(2, 1), int32(*range(1, 9)).repeat(2, 1)],
+        "positions must lie between 0 and 7",
     ),
     "mixture_nll": (
         "mixture_nll", "fused", lambda n: (PARAMETERS, Y, n), (), int32(0, 8),
