@@ -62,12 +62,6 @@ def test_chunks_of_rows_add_up(monkeypatch):
         assert max_abs_error(chunked[name], x) <= 1e-5 * x.abs().max(), name
 
 
-def test_chunks_are_whole_tiles():
-    for configs in (triton_heads.FORWARD_CONFIGS, triton_heads.BACKWARD_CONFIGS):
-        for config in configs.values():
-            assert triton_heads.CHUNK_ROWS % config.block_m == 0
-
-
 def of_saved_z(
     problem: Setting,
     wanted: tuple[str, ...] = ("x", "up", "down"),

@@ -1,12 +1,13 @@
-"""Rotary embedding: pairings, positions, heads, layouts, routes. The operators' gate compares
-numbers with float64.
+"""Tests rotary embedding, alone and behind QK-norm: formulas, layouts, launches.
+
+The gate compares numbers with float64.
 """
 
 import pytest
 import torch
 
 from tests.ops.launched import reads, recorded
-from tnp.ops.rope import PAIRINGS, rope
+from tnp.ops.rope import PAIRINGS, qk_norm_rope, rope
 
 
 def tables(n_positions, head_dim, theta=100.0):
@@ -16,17 +17,21 @@ def tables(n_positions, head_dim, theta=100.0):
 
 
 def draw(batch=2, heads=4, kv_heads=2, n_tokens=5, head_dim=16):
-    """q and k as views of one projection."""
+    """Returns q and k as views of one projection."""
     projection = torch.randn(batch, n_tokens, heads + 2 * kv_heads, head_dim)
     q, k, _v = projection.split((heads, kv_heads, kv_heads), dim=2)
     return q.transpose(1, 2).requires_grad_(), k.transpose(1, 2).requires_grad_()
 
 
+def weights(head_dim):
+    return [(1 + 0.3 * torch.randn(head_dim)).requires_grad_() for _ in range(2)]
+
+
 def results(function, q, k, *rest, **named):
-    """Both outputs, and gradients of a weighted sum of them."""
+    """Returns both outputs, and gradients of a weighted sum of them."""
     outputs = function(q, k, *rest, **named)
-    weights = [torch.linspace(-1, 1, x.numel()).view(x.shape) for x in outputs]
-    loss = sum((x * weight).sum() for x, weight in zip(outputs, weights, strict=True))
+    by = [torch.linspace(-1, 1, x.numel()).view(x.shape) for x in outputs]
+    loss = sum((x * weight).sum() for x, weight in zip(outputs, by, strict=True))
     return *(x.detach() for x in outputs), *torch.autograd.grad(loss, (q, k))
 
 
@@ -35,18 +40,26 @@ def ours(*arguments, **named):
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
-def test_a_pair_is_a_complex_number_times_a_rotation(pairing):
-    """Not the reference's formula, but the paper's."""
-    q, k = draw(1, 2, 1, 3, 6)
-    cos, sin = tables(3, 6)
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_a_pair_is_a_complex_number_times_a_rotation(pairing, implementation):
+    """Not the reference's formula, but the papers'."""
+    (q, k), (cos, sin), gains = draw(1, 2, 1, 3, 6), tables(3, 6), weights(6)
     turn = torch.complex(cos, sin)
-    for implementation in ("torch", "triton"):
-        found = rope(q, k, cos, sin, pairing=pairing, implementation=implementation)
-        for x, y in zip((q, k), found, strict=True):
-            pairs = [(i, i + 3) if pairing == "half" else (2 * i, 2 * i + 1) for i in range(3)]
-            a, b = ([pair[at] for pair in pairs] for at in (0, 1))
+    pairs = [(i, i + 3) if pairing == "half" else (2 * i, 2 * i + 1) for i in range(3)]
+    a, b = ([pair[at] for pair in pairs] for at in (0, 1))
+    asked = {"pairing": pairing, "implementation": implementation}
+
+    def assert_turned(found, given):
+        for x, y in zip(given, found, strict=True):
             want = torch.complex(x[..., a], x[..., b]) * turn
             torch.testing.assert_close(torch.complex(y[..., a], y[..., b]), want)
+
+    assert_turned(rope(q, k, cos, sin, **asked), (q, k))
+    normalized = [
+        x / (x.square().mean(-1, keepdim=True) + 0.1).sqrt() * gain
+        for x, gain in zip((q, k), gains, strict=True)
+    ]
+    assert_turned(qk_norm_rope(q, k, *gains, cos, sin, eps=0.1, **asked), normalized)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -76,30 +89,34 @@ def test_outputs_lie_as_the_inputs_do():
     q, k = draw()
     for y, x in zip(ours(q, k, cos, sin), (q, k), strict=True):
         assert y.transpose(1, 2).is_contiguous() and y.shape == x.shape
-    q, k = q.contiguous(), k.contiguous()
-    for y in ours(q, k, cos, sin):
+    for y in ours(q.contiguous(), k.contiguous(), cos, sin):
         assert y.is_contiguous()
 
 
-@pytest.mark.parametrize("route", ["eager", "compiled"])
-@pytest.mark.parametrize("used", [0, 1])
-def test_an_output_that_nobody_uses(route, used):
-    q, k = draw()
-    cos, sin = tables(5, 16)
-    function = ours
-    if route == "compiled":
-        torch._dynamo.reset()
-        function = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    found = torch.autograd.grad(function(q, k, cos, sin)[used].sum(), (q, k), allow_unused=True)
-    want = torch.autograd.grad(rope(q, k, cos, sin)[used].sum(), (q, k)[used])[0]
-    torch.testing.assert_close(found[used], want)
-    assert found[1 - used] is None or not found[1 - used].any()
-
-
-def test_compiled_with_dynamic_sizes(pairing="interleaved"):
+def test_compiled_with_dynamic_sizes():
     torch._dynamo.reset()
     function = torch.compile(ours, fullgraph=True, backend="aot_eager", dynamic=True)
     for n_tokens in (5, 7):
         arguments = *draw(n_tokens=n_tokens), *tables(n_tokens, 16)
-        found = results(function, *arguments, pairing=pairing)
-        torch.testing.assert_close(found, results(rope, *arguments, pairing=pairing))
+        found = results(function, *arguments, pairing="interleaved")
+        torch.testing.assert_close(found, results(rope, *arguments, pairing="interleaved"))
+
+
+def test_behind_a_norm_in_16_bits_it_rounds_once():
+    inputs = *(x.detach().bfloat16() for x in draw(n_tokens=50, head_dim=64)), *weights(64)
+    inputs += tables(50, 64)
+    exact = qk_norm_rope(*(x.detach().double() for x in inputs))
+    for x, y in zip(qk_norm_rope(*inputs, implementation="triton"), exact, strict=True):
+        assert (x == y.bfloat16()).float().mean() > 0.999
+
+
+@pytest.mark.parametrize("frozen, launched", [((), 3), ((0,), 3), ((0, 1), 2)])
+def test_a_third_launch_adds_up_the_gradients_of_weights_that_ask(frozen, launched):
+    inputs = *draw(), *weights(16), *tables(5, 16)
+    for at in frozen:
+        inputs[2 + at].requires_grad_(False)
+    with recorded() as launches:
+        outputs = qk_norm_rope(*inputs, implementation="triton")
+        sum(x.sum() for x in outputs).backward()
+    forward, backward, *_ = launches
+    assert reads(forward, *inputs) and reads(backward, *inputs) and len(launches) == launched
