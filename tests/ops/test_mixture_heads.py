@@ -9,7 +9,7 @@ import torch
 
 from tests.ops.problems import DEVICE, assert_equal, by, setting
 from tnp.dispatch import devices, tuned_tables
-from tnp.dispatch.selection import choose_kernel, kernels_of
+from tnp.dispatch.selection import kernels_of
 from tnp.dispatch.spec import Call
 from tnp.gates.checks import max_abs_error
 from tnp.gates.results import Setting
@@ -126,25 +126,6 @@ def test_padding_is_exact_and_has_no_gradient():
 def hopper_call(gpu="H100", dtype="bfloat16", wanted=("x", "up", "down"), **changes: int) -> Call:
     sizes = {"rows": 777, "d_model": 512, "d_ff": 1408, "n_components": 10, "n_outputs": 3}
     return Call(OPERATOR.problem(dtype, **sizes | changes), devices.named(gpu), wanted)
-
-
-def test_which_kernel_serves():
-    def served(*about, **changes) -> tuple[str, str]:
-        call, fused = hopper_call(*about, **changes), OPERATOR.implementations[-1]
-        forward, _ = choose_kernel(fused.forward, OPERATOR, call)
-        backward, _ = choose_kernel(fused.backward, OPERATOR, call, forward.saves)
-        return forward.name, backward.name
-
-    assert served("H100") == served("H200", "float16", d_ff=1400) == ("hopper", "hopper")
-    assert served("H100", rows=40_000) == ("hopper", "hopper")
-    assert served("H100", rows=40_001) == ("hopper_again", "hopper_again")
-    assert served("H100", wanted=()) == ("hopper_again", "hopper_again")
-    for changes in ({"d_model": 256}, {"d_ff": 1365}, {"n_outputs": 5}):
-        assert served("H100", **changes) == ("triton", "triton")
-    for about in (("H100", "float32"), ("A100",), ("B200",)):
-        assert served(*about) == ("triton", "triton")
-    assert served("H100", rows=16) == ("few_rows", "hopper_again")
-    assert served("A100", rows=1, wanted=()) == ("few_rows", "triton")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

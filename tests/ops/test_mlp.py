@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.ops.problems import assert_within_budget, by, setting
-from tnp.dispatch import devices, tuned_tables
-from tnp.dispatch.spec import OWN, Call
+from tnp.dispatch import tuned_tables
+from tnp.dispatch.spec import OWN
 from tnp.gates.results import Setting
 from tnp.ops.mlp import OPERATOR, composed, mlp
 
@@ -43,38 +43,6 @@ def test_padding_is_exact_and_has_no_gradient(implementation):
     """A hidden unit of weight 0 is 0 behind SiLU, and so are its gradients."""
     found = by(layer(), implementation)
     assert (found["dup"][42:] == 0).all() and (found["ddown"][:, 42:] == 0).all()
-
-
-def served(target, wanted, dtype="bfloat16", **sizes) -> tuple[str, str]:
-    """Kernels of both passes of `fused`, where no table says anything."""
-    from tnp.dispatch.selection import choose_kernel
-
-    sizes = {"rows": 777, "d_model": 512, "d_ff": 1408} | sizes
-    call = Call(OPERATOR.problem(dtype, **sizes), target, wanted)
-    fused = next(one for one in OPERATOR.implementations if one.name == "fused")
-    forward, _ = choose_kernel(fused.forward, OPERATOR, call)
-    backward, _ = choose_kernel(fused.backward, OPERATOR, call, forward.saves)
-    assert forward.saves == backward.saves
-    return forward.name, backward.name
-
-
-H100, A100, B200 = (devices.named(name) for name in ("H100", "A100", "B200"))
-EVERY = ("x", "up", "down")
-
-
-def test_which_kernel_serves():
-    assert served(H100, EVERY) == ("hopper", "hopper")
-    assert served(H100, EVERY, "float16", d_ff=1400) == ("hopper", "hopper")  # 1400 is padded
-    assert served(H100, EVERY, rows=65_536) == ("hopper", "hopper")
-    assert served(H100, EVERY, rows=65_537) == ("hopper_again", "hopper_again")
-    assert served(H100, ()) == ("hopper_again", "hopper_again")
-    others = ({"dtype": "float32"}, {"d_model": 256}, {"d_ff": 1365})
-    for changes in others:
-        assert served(H100, EVERY, **changes) == ("triton", "triton")
-        assert served(H100, (), **changes)[0] == "triton_again"
-    for target in (A100, B200):
-        assert served(target, EVERY) == ("triton", "triton")
-        assert served(target, EVERY, rows=70_000) == ("triton_again", "triton_again")
 
 
 def test_inference_neither_writes_nor_keeps_hidden_rows():

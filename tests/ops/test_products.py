@@ -97,11 +97,3 @@ def test_nothing_is_saved_without_a_gradient():
 def test_float32_tells_the_tanh_form_from_that_with_erf():
     case = Case(GELU_LINEAR.problem("float32", rows=20, n_in=30, n_out=40))
     assert off(GELU_LINEAR, case, lambda x, weight, bias: F.gelu(F.linear(x, weight, bias))) > 1
-
-
-def test_addmm_activation_is_for_cuda_and_forward_only():
-    peer = next(one for one in GELU_LINEAR.implementations if one.name == "addmm_activation")
-    problem = GELU_LINEAR.problem("bfloat16", rows=8, n_in=8, n_out=8)
-    assert "CUDA" in peer.refuses(Call(problem, devices.CPU))  # it computes erf's form there
-    assert peer.refuses(Call(problem, devices.named("H200"))) is None
-    assert "forward only" in peer.refuses(Call(problem, devices.named("H200"), wanted=("x",)))
