@@ -78,14 +78,14 @@ def test_predictions_are_those_of_each_sample():
 
 
 def test_one_compiled_loss_serves_all_sizes():
-    model, graphs = build(skip_unread=True), []
+    model, graphs = build(replace(CONFIG, n_layers=1), skip_unread=True), []
 
     def backend(graph, inputs):
         graphs.append(graph)
         return graph
 
     compiled = torch.compile(model.nll, fullgraph=True, dynamic=True, backend=backend)
-    for n in range(8, 40, 3):
+    for n in (8, 11, 20, 38):
         task = ragged().padded(n + 1, n)
         torch.testing.assert_close(compiled(*task), model.loss(task))
     assert len(graphs) == 1
