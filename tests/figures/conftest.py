@@ -14,7 +14,7 @@ from tests.figures.views import CELLS, VIEWS
 Row = dict[str, Any]
 Build = Callable[..., Path]
 
-IS_CEILING = Path(__file__).parents[2] / "workflow" / "sql" / "is_ceiling.sql"
+WORDS = Path(__file__).parents[2] / "workflow" / "sql" / "words.sql"
 GPU, CPU = "nvidia-h200", "cpu"
 SIZES = {"small": (64, 64, 500), "mid": (4, 10000, 1000)}
 THREE = {("mid", "sdpa_flash"): 200.0, ("mid", "sdpa_cudnn"): 150.0, ("mid", "fused"): 100.0}
@@ -25,7 +25,7 @@ def write(path: Path, **tables: list[Row]) -> Path:
     path.unlink(missing_ok=True)
     with duckdb.connect(str(path)) as connection:
         connection.begin()  # each row by itself would be written to the disk
-        connection.execute(IS_CEILING.read_text())
+        connection.execute(WORDS.read_text())
         for view, columns in VIEWS.items():
             connection.execute(f"create table {view} ({columns})")
             for row in tables.get(view, []):
@@ -84,8 +84,8 @@ def steps(
                 ms for (at, _), ms in times.items() if at == shape and not isinstance(ms, str)
             ]
             among_fastest = counts is not False and time <= 1.01 * min(all_times)
-            speedup |= {"step_ms": time, "counts": counts, "leads": leads}
-            speedup |= {"fastest": among_fastest}
+            speedup |= {"step_ms": time, "valid": counts, "leads": leads}
+            speedup |= {"fastest": among_fastest, "winner": among_fastest and leads}
             speedup |= compared("speedup", "verdict", baseline / time, counts)
             speedup |= compared("speedup_best", "verdict_best", fastest / time, counts)
             memory = 2.0 if checkpoint else 8.0
@@ -95,7 +95,7 @@ def steps(
         named = key | sized(shape) | switches | outcome | {"role": role(variant)}
         tables["speedup"].append(named | {"dtype": "bfloat16"} | speedup)
         tables["memory"].append(
-            named | {"optimizer": True, "counts": counts, "peak_memory_gib": memory}
+            named | {"optimizer": True, "valid": counts, "peak_memory_gib": memory}
         )
         tables["matrix"].append(
             key
@@ -105,8 +105,9 @@ def steps(
                 f"{cell}_speedup": speedup.get("speedup"),
                 f"{cell}_peak_memory_gib": memory,
                 f"{cell}_status": status,
-                f"{cell}_counts": speedup.get("counts"),
+                f"{cell}_valid": speedup.get("valid"),
                 f"{cell}_fastest": speedup.get("fastest"),
+                f"{cell}_winner": speedup.get("winner"),
             }
         )
     return tables
@@ -138,7 +139,7 @@ def stage_rows(
     total = sum(times.values())
     key = {"device": device, "variant": variant, "dtype": "bfloat16"} | sized(shape)
     key |= {"checkpoint": False, "cuda_graph": True, "role": role(variant)}
-    key |= {"counts": counts, "fastest": fastest, "step_ms": total / 0.9, "n_kernels": 7}
+    key |= {"valid": counts, "fastest": fastest, "step_ms": total / 0.9, "n_kernels": 7}
     rows = [
         key | {"stage": stage, "pass": pass_, "time_ms": time, "share": time / total}
         for (stage, pass_), time in times.items()
@@ -226,7 +227,7 @@ def roofline_rows(
             "implementation": implementation,
             "role": role(implementation),
             "own": role(implementation) == "own",
-            "counts": True if status == "ok" else None,
+            "valid": True if status == "ok" else None,
             "shape": shape,
             "dtype": "bfloat16",
             "intensity": 50.0 if shape == "small" else 5000.0,
@@ -253,7 +254,7 @@ def ablation_rows(
         status = gain if isinstance(gain, str) else "ok"
         row = {"device": device, "component": component, "dtype": "bfloat16", "status": status}
         row |= sized(shape) | {"base_variant": "sdpa_cudnn", "full_variant": "fused"}
-        row |= {"counts": counts, "base_ms": 10.0, "full_ms": 5.0}
+        row |= {"valid": counts, "base_ms": 10.0, "full_ms": 5.0}
         if counts is False:
             row |= {"why_not": "the samples had not settled"}
         elif not isinstance(gain, str):

@@ -114,7 +114,7 @@ def test_what_is_known_not_to_count_is_named_and_not_drawn(build: Build, figure:
 def test_speedup_without_a_baseline_that_counts_is_over_pytorchs_fastest(build: Build) -> None:
     tables = sample.merged(H200, sample.steps(sample.THREE))
     plain, *others = tables["speedup"]
-    plain |= {"counts": False, "why_not": "the samples had not settled", "speedup_best": None}
+    plain |= {"valid": False, "why_not": "the samples had not settled", "speedup_best": None}
     for row in (plain, *others):
         row |= {"speedup": None, "speedup_low": None, "speedup_high": None, "verdict": None}
         row["why_no_speedup"] = "plain PyTorch does not count: the samples had not settled"
@@ -347,20 +347,22 @@ def test_matrix_groups_winners_by_variant(build: Build) -> None:
     )
 
 
-def test_matrix_and_speedup_name_ties_together(build: Build) -> None:
+def test_matrix_names_ties_together_and_speedup_the_winner(build: Build) -> None:
     times = {("mid", "separate"): 80.0, ("mid", "fused"): 79.5, ("mid", "sdpa_flash"): 99.0}
     path = build(**sample.merged(H200, sample.steps(times)))
     assert title(draw("matrix", path)).endswith(
         "ours and our deterministic attention at mid (named together: equal to within 1%)"
     )
     svg = as_svg(draw("speedup", path))
-    assert len(re.findall(r'font-weight="bold"[^>]*>1.2[0-9]×', svg)) == 4  # over its halo each
+    assert (
+        len(re.findall(r'font-weight="bold"[^>]*>1.2[0-9]×', svg)) == 2
+    )  # the winner alone, over its halo
 
 
 def test_matrix_prefers_a_step_with_evidence_to_a_shorter_one_without(build: Build) -> None:
     times = {("mid", "sdpa_flash"): 100.0, ("mid", "separate"): 80.0}
     counted, hollow = sample.steps(times), sample.steps({**times, ("mid", "fused"): 50.0})
-    counted["matrix"].append(hollow["matrix"][-1] | {"plain_counts": None, "plain_fastest": False})
+    counted["matrix"].append(hollow["matrix"][-1] | {"plain_valid": None, "plain_fastest": False})
     found = title(draw("matrix", build(**sample.merged(H200, counted))))
     assert found.endswith("our deterministic attention at mid")
 

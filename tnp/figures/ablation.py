@@ -142,8 +142,8 @@ def _bars(rows: list[Row]) -> list[Row]:
                         "slower_ms": row[slower],
                         "faster_ms": row[faster],
                         "label": theme.times(row[f"speedup_{end}"]),
-                        "counts": row["counts"] is True,
-                        "evidence": theme.evidence(row["counts"]),
+                        "valid": row["valid"] is True,
+                        "evidence": theme.evidence(row["valid"]),
                     }
                 )
     return bars
@@ -197,7 +197,7 @@ def _panel(
 def _outcome(row: Row) -> str:
     if row["status"] != "ok":
         return row["status"]
-    return "not_counted" if row["counts"] is False else "not run"
+    return "not_counted" if row["valid"] is False else "not run"
 
 
 def _failures(rows: list[Row], ends_shown: list[str]) -> list[Row]:

@@ -74,9 +74,9 @@ def recorded(
     connection: duckdb.DuckDBPyConnection,
     view: str,
     device: Row,
-    questions: Sequence[str] | None = None,
+    keys: Sequence[str] | None = None,
 ) -> str:
-    """Returns when the rows behind `view` were measured on `device`, those of `questions` or all.
+    """Returns when the rows behind `view` were measured on `device`: those of `keys`, or all.
 
     "recorded 2026-02-01", "recorded 2026-02-01 to 2026-03-01", "this machine, 2026-02-01", or both
     kinds; "" where nobody knows.
@@ -89,13 +89,13 @@ def recorded(
         where
             view_name = $view
             and device = $device
-            and ($questions is null or list_contains($questions, question))
+            and ($keys is null or list_contains($keys, comparison_key))
         group by origin
         order by origin
         """,
         view=view,
         device=device["device"],
-        questions=questions,
+        keys=keys,
     )
     return "; ".join(
         ("recorded " if row["origin"] == "recorded" else "this machine, ")

@@ -34,11 +34,11 @@ QUERY = """
     where
         device = $device
         and speedup is not null
-        and counts is distinct from false
+        and valid is distinct from false
         and not coalesce(varies, false)
         and (role != 'baseline' or not (checkpoint or cuda_graph))
     qualify row_number() over (
-        partition by shape, role order by counts desc nulls last, leads desc, step_ms
+        partition by shape, role order by valid desc nulls last, leads desc, step_ms
     ) = 1
     order by n_context, n_target, batch desc, role
 """
@@ -50,13 +50,13 @@ LEFT_OUT = """
     where
         device = $device
         and role = 'own'
-        and counts
+        and valid
         and speedup is null
         and not coalesce(varies, false)
     order by shape
 """
 
-DEVICES_WITH_EVIDENCE = "select distinct device from speedup where counts and speedup is not null"
+DEVICES_WITH_EVIDENCE = "select distinct device from speedup where valid and speedup is not null"
 
 
 def draw(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
@@ -68,8 +68,8 @@ def draw(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
     for slug in sorted(devices, key=lambda slug: slug not in proven):  # stable
         shapes = _shapes(data.query(connection, QUERY, device=slug))
         if shapes:
-            questions = [row["question"] for of_shape in shapes for row in of_shape]
-            when = data.recorded(connection, "speedup", devices[slug], questions)
+            keys = [row["comparison_key"] for of_shape in shapes for row in of_shape]
+            when = data.recorded(connection, "speedup", devices[slug], keys)
             left_out = data.query(connection, LEFT_OUT, device=slug)
             return _chart(shapes, devices[slug]["name"], when, left_out)
     return theme.no_rows("no training step has been timed", "snakemake --cores 1 all", SCREEN)
@@ -83,7 +83,7 @@ def _shapes(rows: list[Row]) -> list[list[Row]]:
     for row in rows:
         by_shape.setdefault(row["shape"], []).append(row)
     whole = [of_shape for of_shape in by_shape.values() if len(of_shape) == len(BARS)]
-    chosen = sorted(whole, key=lambda of_shape: not all(row["counts"] for row in of_shape))
+    chosen = sorted(whole, key=lambda of_shape: not all(row["valid"] for row in of_shape))
     return [of_shape for of_shape in whole if of_shape in chosen[:SHAPES]]
 
 
@@ -119,9 +119,9 @@ def _chart(
         x=alt.X("low:Q", scale=scale, axis=None), x2="speedup_high:Q"
     )
     text = base.encode(x=alt.X("speedup_high:Q", scale=scale, axis=None), text="text:N")
-    hollow = any(not bar["counts"] for bar in bars)
+    hollow = any(not bar["valid"] for bar in bars)
     apart = any(
-        bar["counts"] and bar["low"] is None and bar["bar"] != BARS["baseline"][0] for bar in bars
+        bar["valid"] and bar["low"] is None and bar["bar"] != BARS["baseline"][0] for bar in bars
     )
     heading = alt.Title(
         finding(shapes, device),
@@ -164,7 +164,7 @@ def _bar(row: Row) -> Row:
         "speedup": row["speedup"],
         "low": low,
         "speedup_high": high or row["speedup"],
-        "counts": row["counts"] is True,
+        "valid": row["valid"] is True,
         "dtype": row["dtype"],
         "text": f"{theme.times(row['speedup'])}  ({theme.duration(row['step_ms'])})",
     }

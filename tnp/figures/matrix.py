@@ -28,7 +28,7 @@ COMBINATIONS = dict(
     zip(("plain", "checkpoint", "cuda_graph", "checkpoint_cuda_graph"), switches.NAMES, strict=True)
 )
 
-VALUES = ("step_ms", "speedup", "status", "counts", "fastest", "why_no_speedup")
+VALUES = ("step_ms", "speedup", "status", "valid", "fastest", "winner", "why_no_speedup")
 
 QUERY = """
     select * from matrix order by n_context, n_target, batch desc, shape, variant
@@ -65,13 +65,13 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
 
 
 def finding(cells: list[Row], devices: dict[str, Row]) -> str:
-    """Returns the fastest variants at each shape, on the first device that timed anything."""
+    """Returns the fastest variants of each shape, the winner first, on the first device."""
     fastest, device = data.of_first(devices, [cell for cell in cells if cell["fastest"]])
     if not fastest:
         return "No configuration could be timed yet"
     shapes: dict[tuple[str, ...], list[str]] = {}
     for of_shape in switches.panels(fastest):
-        of_shape.sort(key=lambda cell: cell["step_ms"])
+        of_shape.sort(key=lambda cell: (not cell["winner"], cell["variant"]))
         tied = tuple(dict.fromkeys(cell["variant"] for cell in of_shape))
         shapes.setdefault(tied, []).append(of_shape[0]["shape"])
     winners = [f"{theme.listed(tied)} at {theme.listed(names)}" for tied, names in shapes.items()]
@@ -92,7 +92,7 @@ def _cells(row: Row) -> list[Row]:
             | {
                 "switch": name,
                 "log2_speedup": math.log2(speedup) if speedup else None,
-                "evidence": theme.evidence(values["counts"]),
+                "evidence": theme.evidence(values["valid"]),
                 "large": theme.times(speedup) if speedup else "",
                 "small": " · ".join(_small(values, memory)),
                 "lines": [
@@ -107,7 +107,7 @@ def _cells(row: Row) -> list[Row]:
 
 def _small(values: Row, memory: float | None) -> list[str]:
     """Returns the text under a cell's speedup: time and memory, or why there are none."""
-    if values["counts"] is False and values["status"] == "ok":
+    if values["valid"] is False and values["status"] == "ok":
         return [theme.status_text("not_counted")]
     if values["step_ms"] is not None:
         time = theme.duration(values["step_ms"])
@@ -149,11 +149,11 @@ def _table(
         without.mark_rect(color=EMPTY, stroke="white", strokeWidth=2).encode(
             tooltip=["small:N", alt.Tooltip("why_no_speedup:N", title="why")]
         ),
-        base.transform_filter("datum.counts")
+        base.transform_filter("datum.valid")
         .mark_rect(stroke="white", strokeWidth=2)
         .encode(color=color, tooltip=TOOLTIP),
-        base.transform_filter("!datum.counts").mark_rect(fill="white").encode(tooltip=TOOLTIP),
-        base.transform_filter("!datum.counts")
+        base.transform_filter("!datum.valid").mark_rect(fill="white").encode(tooltip=TOOLTIP),
+        base.transform_filter("!datum.valid")
         .mark_rect(filled=False, strokeWidth=4, width=width - 8, height=height - 8)
         .encode(color=color, tooltip=TOOLTIP),
         data.drawing([cell for cell in cells if cell["fastest"]])

@@ -123,7 +123,7 @@ def _panel(
             "switch": switches.name(row),
             "label": theme.number(row["peak_memory_gib"]),
             # A row whose time does not count says as much of memory as one whose time does.
-            "counts": row["counts"] is not None,
+            "valid": row["valid"] is not None,
         }
         for row in rows
         if row["peak_memory_gib"]

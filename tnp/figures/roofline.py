@@ -77,8 +77,8 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
             panels += [_shares(of_op, points[name], name, labels, layout) for name in passes]
             title = f"{theme.sentence(op)} on {device['name']}"
             dtypes = ", ".join(sorted({row["dtype"] for row in of_op}))
-            questions = [row["question"] for row in of_op]
-            when = data.recorded(connection, "roofline", device, questions)
+            keys = [row["comparison_key"] for row in of_op]
+            when = data.recorded(connection, "roofline", device, keys)
             blocks.append(layout.block(panels, title, data.joined([when, dtypes]), len(passes)))
     subtitle = [
         "The roofline is the most that the device can do: the rate of a large matmul or of a "
@@ -106,7 +106,7 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
     own = [row for row in timed if row["own"]]
     if not own:
         return _sentence(max(timed, key=lambda row: row["share_of_roofline"]), device)
-    best = max(own, key=lambda row: (bool(row["counts"]), row["share_of_roofline"]))
+    best = max(own, key=lambda row: (bool(row["valid"]), row["share_of_roofline"]))
     alike = [best[name] for name in ("op", "pass", "shape")]
     peers = [
         row
@@ -122,13 +122,13 @@ def _sentence(row: Row, device: str) -> str:
     return (
         f"{theme.sentence(row['op'])} {row['pass']} of {row['implementation']} reaches "
         f"{row['share_of_roofline']:.0%} of the {device} roofline at {row['shape']}"
-        f"{'' if row['counts'] else f' ({theme.WITHOUT_EVIDENCE})'}"
+        f"{'' if row['valid'] else f' ({theme.WITHOUT_EVIDENCE})'}"
     )
 
 
 def _outcome(row: Row) -> str:
-    """Returns the status, or "not_counted" of a timing that is known not to count."""
-    return "not_counted" if row["status"] == "ok" and row["counts"] is False else row["status"]
+    """Returns the status, or "not_counted" of a timing that is known not to be valid."""
+    return "not_counted" if row["status"] == "ok" and row["valid"] is False else row["status"]
 
 
 def _points(rows: list[Row], pass_: str) -> list[Row]:
@@ -140,12 +140,12 @@ def _points(rows: list[Row], pass_: str) -> list[Row]:
     for shape in dict.fromkeys(row["shape"] for row in known):
         of_shape = sorted(
             (row for row in known if row["shape"] == shape),
-            key=lambda row: (row["own"], bool(row["counts"]), row["share_of_roofline"]),
+            key=lambda row: (row["own"], bool(row["valid"]), row["share_of_roofline"]),
         )
         best = {row["own"]: row for row in of_shape}  # the last of each kind
         for row in of_shape:
             kind = ELSE if row is not best[row["own"]] else OURS if row["own"] else OTHER
-            evidence = {"counts": row["counts"] is True, "evidence": theme.evidence(row["counts"])}
+            evidence = {"valid": row["valid"] is True, "evidence": theme.evidence(row["valid"])}
             points.append(row | evidence | {"kind": kind})
     return points
 

@@ -58,9 +58,9 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
     subtitle = [
         f"Speedup: time of a training step of {PLAIN} (no checkpointing, no CUDA graph) ÷ "
         "that of the configuration, on the same device, shape and dtype. Numbers: each line's "
-        "fastest, with the 95% interval where the two were timed in one sitting; bold is the "
-        "fastest with evidence, or all within 1% of it. Dashed line: PyTorch's fastest "
-        "configuration at that shape.",
+        "fastest, with the 95% interval where the two were timed in one session; bold is the "
+        "fastest with evidence or, of several within 1% of it, the one with the surest lead. "
+        "Dashed line: PyTorch's fastest configuration at that shape.",
         f"Hollow: {theme.WITHOUT_EVIDENCE}, and so without an interval and a verdict. Called "
         "faster or slower: where the interval clears 1× by more than 1%, allowing for how many "
         "are compared.",
@@ -94,7 +94,7 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
             return sentence
         against_best = theme.verdict(best["speedup_best"], best["verdict_best"])
         return f"{sentence}; it is {against_best} PyTorch's fastest configuration there"
-    best = max(timed, key=lambda row: (bool(row["counts"]), row["speedup"]))
+    best = max(timed, key=lambda row: (bool(row["valid"]), row["speedup"]))
     if best["verdict"] == "faster":
         return (
             f"{theme.sentence(switches.configuration(best))} trains "
@@ -115,7 +115,7 @@ def _leading(of_shape: list[Row]) -> Row:
 
 def _surest(row: Row) -> tuple[bool, bool, float, float]:
     return (
-        bool(row["counts"]),
+        bool(row["valid"]),
         row["leads"],
         row["speedup_best_low"] or 0,
         row["speedup_best"] or row["speedup"],
@@ -150,7 +150,7 @@ def _panel(
         | {
             "switch": switches.name(row),
             "label": _label(row),
-            "evidence": theme.evidence(row["counts"]),
+            "evidence": theme.evidence(row["valid"]),
             "speedup_low": row["speedup_low"] or row["speedup"],
             "speedup_high": row["speedup_high"] or row["speedup"],
         }
@@ -194,8 +194,8 @@ def _panel(
         *theme.filled_or_hollow(
             marks.transform_filter("datum.best_of_variant"), "point", size=75, opacity=1
         ),
-        *theme.text(label.transform_filter("datum.best_of_variant && !datum.fastest"), dx=8),
-        *theme.text(label.transform_filter("datum.fastest"), dx=8, fontSize=13, fontWeight="bold"),
+        *theme.text(label.transform_filter("datum.best_of_variant && !datum.winner"), dx=8),
+        *theme.text(label.transform_filter("datum.winner"), dx=8, fontSize=13, fontWeight="bold"),
         *in_place,
         *names,
     ]
@@ -216,7 +216,7 @@ def _label(row: Row) -> str:
 
 def _why_not_drawn(row: Row) -> str:
     """Returns the text in place of the mark of a step that was timed."""
-    if row["counts"] is False:
+    if row["valid"] is False:
         return "not_counted"
     return f"{theme.duration(row['step_ms'])}; {row['why_no_speedup']}"
 
@@ -233,7 +233,7 @@ def _why_over_best(rows: list[Row]) -> str:
     """Returns why a shape's steps are not compared with plain PyTorch's, and the comparison shown
     instead.
     """
-    reasons = dict.fromkeys(row["why_no_speedup"] for row in rows if row["counts"] is not False)
+    reasons = dict.fromkeys(row["why_no_speedup"] for row in rows if row["valid"] is not False)
     why = theme.sentence("; ".join(filter(None, reasons)) or f"{PLAIN} was not timed")
     shown = any(row["speedup"] is not None for row in rows)
     return f"{why}: compared with PyTorch's fastest" if shown else why

@@ -130,7 +130,7 @@ def _panel(
     )
     bars = base.mark_bar(height=BAR_HEIGHT - 2).encode(
         color=alt.Color("variant:N", scale=colors, legend=None),
-        opacity=alt.condition("datum.counts", alt.value(1), PALE),
+        opacity=alt.condition("datum.valid", alt.value(1), PALE),
         tooltip=[
             alt.Tooltip("variant:N"),
             alt.Tooltip("line:N", title="stage"),

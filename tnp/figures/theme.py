@@ -164,7 +164,7 @@ def stacked(blocks: Sequence[alt.ConcatChart]) -> alt.ConcatChart:
 def filled_or_hollow(base: alt.Chart, mark: str, **style: object) -> list[alt.Chart]:
     """Returns two layers: rows that count are filled, those recorded without evidence hollow."""
     return [
-        getattr(base.transform_filter(f"{negation}datum.counts"), f"mark_{mark}")(
+        getattr(base.transform_filter(f"{negation}datum.valid"), f"mark_{mark}")(
             filled=filled, **style
         )
         for negation, filled in (("", True), ("!", False))
