@@ -187,7 +187,6 @@ def _panel(
         *theme.text(data.drawing(edges).encode(x=label_x, text="label:N", **lines), dx=6),
         *theme.in_place(_failures(rows, ends_shown), lines),
         *theme.names("component:N", components, y, height, layout),
-    ).properties(
         width=layout.width(PANEL_WIDTH),
         height=layout.height(len(components), height),
         title=switches.panel_title(rows[0], layout),

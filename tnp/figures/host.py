@@ -169,7 +169,9 @@ def _step_panel(
         numbers = base.encode(x=alt.X("longest:Q", **x), text="label:N")
         layers += [bars, ticks.encode(x=alt.X("step_ms:Q", **x)), *theme.text(numbers, dx=6)]
     notes = [", ".join(filter(None, [first["dtype"], _processor(first)]))]
-    return alt.layer(*layers, *theme.names("line:N", lines, y, BAR_HEIGHT, layout)).properties(
+    return alt.layer(
+        *layers,
+        *theme.names("line:N", lines, y, BAR_HEIGHT, layout),
         width=layout.width(PANEL_WIDTH),
         height=layout.height(len(lines), BAR_HEIGHT),
         title=switches.panel_title(first, layout, notes),
@@ -230,7 +232,10 @@ def _panel(
         text="label:N"
     )
     names = theme.names("line:N", lines, y, BAR_HEIGHT, layout)
-    return alt.layer(bars, numbers, *names).properties(
+    return alt.layer(
+        bars,
+        numbers,
+        *names,
         width=layout.width(PANEL_WIDTH),
         height=layout.height(len(lines), BAR_HEIGHT),
         title=layout.title(theme.sentence(rows[0]["op"]), [sizes(rows[0]["problem"])]),

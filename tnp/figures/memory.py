@@ -155,7 +155,8 @@ def _panel(
         *in_place,
         *names,
     ]
-    return alt.layer(*layers).properties(
+    return alt.layer(
+        *layers,
         width=layout.width(PANEL_WIDTH),
         height=layout.height(len(lines), switches.MARK_HEIGHT),
         title=switches.panel_title(rows[0], layout, notes),

@@ -155,7 +155,9 @@ def _panel(
             **at,
         ),
         *theme.names("line:N", list(lines), y, MARK_HEIGHT, layout),
-    ).properties(width=width, height=layout.height(len(lines), MARK_HEIGHT))
+        width=width,
+        height=layout.height(len(lines), MARK_HEIGHT),
+    )
 
 
 def _summary(comparisons: int, of_equals: float | None) -> str:

@@ -140,7 +140,6 @@ def _panel(rows: list[Row], labels: list[str], layout: Layout) -> alt.TopLevelMi
         bars,
         *theme.text(peers, color=theme.MUTED, **at),
         *theme.names("line:N", lines, y, MARK_HEIGHT, layout),
-    ).properties(
         width=width,
         height=layout.height(len(lines), MARK_HEIGHT),
         title=layout.title(theme.sentence(rows[0]["op"]), [f"study {rows[0]['study']}"]),
@@ -151,7 +150,8 @@ def _distribution(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
     sizes = len({row["shape"] for row in rows})
     y = alt.Y("share_of_sizes:Q", title="share of sizes").scale(domain=[0, 1])
     base = data.drawing(rows).encode(y=y.axis(format="%", tickCount=5, orient=layout.side))
-    return alt.layer(*_marks(base)).properties(
+    return alt.layer(
+        *_marks(base),
         width=layout.plot_width(PANEL_WIDTH),
         height=DISTRIBUTION_HEIGHT,
         title=layout.title(

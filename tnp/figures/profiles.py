@@ -118,7 +118,6 @@ def _panel(rows: list[Row], labels: list[str], layout: Layout) -> alt.TopLevelMi
         *layers,
         *(theme.in_place(failed, {"y": y}) if failed else []),
         *theme.names("line:N", lines, y, LINE_HEIGHT, layout),
-    ).properties(
         width=layout.width(PANEL_WIDTH),
         height=layout.height(len(lines), LINE_HEIGHT),
         title=layout.title(

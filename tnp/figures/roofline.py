@@ -186,7 +186,6 @@ def _roofline(points: list[Row], pass_: str, layout: Layout) -> alt.TopLevelMixi
             dx=10, dy=6, align="left", **SHAPE_LABEL
         ),
         *_marks(points, x=x, y=y),
-    ).properties(
         width=layout.plot_width(PANEL_WIDTH),
         height=PANEL_HEIGHT,
         title=layout.title(pass_),
@@ -279,7 +278,6 @@ def _shares(
         *_marks(points, x=x, y=y),
         *theme.text(texts, **at),
         *theme.names("shape:N", drawn, y, MARK_HEIGHT, layout),
-    ).properties(
         width=layout.width(PANEL_WIDTH),
         height=layout.height(len(drawn), MARK_HEIGHT),
         title=title,

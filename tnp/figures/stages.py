@@ -143,7 +143,10 @@ def _panel(
         text="label:N"
     )
     names = theme.names("line:N", lines, y, 2 * BAR_HEIGHT, layout)
-    return alt.layer(bars, numbers, *names).properties(
+    return alt.layer(
+        bars,
+        numbers,
+        *names,
         width=layout.width(PANEL_WIDTH),
         height=layout.height(len(lines), 2 * BAR_HEIGHT),
         title=switches.panel_title(rows[0], layout, _notes(rows)),
