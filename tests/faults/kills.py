@@ -129,7 +129,7 @@ class Workflow:
         return database
 
     def weights(self) -> dict[str, torch.Tensor]:
-        path = self.folder / "data/runs/cpu/checkpoints/gp_tiny/final.pt"
+        (path,) = self.folder.glob("data/runs/cpu/checkpoints/gp_tiny--*/final.pt")
         return load_state(path, "cpu")["model"]
 
     def left_over(self) -> list[str]:

@@ -45,9 +45,9 @@ def parameters(**changes) -> dict:
     } | changes
 
 
-def run(folder, code="", **changes):
+def run(folder, **changes):
     rows = []
-    model = recorded_runs.run(parameters(**changes), "cpu", folder, rows.append, code)
+    model = recorded_runs.run(parameters(**changes), "cpu", folder, rows.append)
     return rows, model
 
 
@@ -127,8 +127,7 @@ def test_a_run_whose_rows_were_not_saved_gives_them_again(tmp_path, sampled):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(("code", "changes"), [("", {"learning_rate": 1e-3}), ("edited", {})])
-def test_a_finished_run_starts_again_where_something_has_changed(tmp_path, sampled, code, changes):
+def test_a_finished_run_starts_again_where_something_has_changed(tmp_path, sampled):
     run(tmp_path)
     final = (tmp_path / "final.pt").read_bytes()
     sampled.clear()
@@ -138,7 +137,7 @@ def test_a_finished_run_starts_again_where_something_has_changed(tmp_path, sampl
             raise Killed
 
     with pytest.raises(Killed):
-        recorded_runs.run(parameters(**changes), "cpu", tmp_path, kill, code)
+        recorded_runs.run(parameters(learning_rate=1e-3), "cpu", tmp_path, kill)
     assert sampled.count(0) == 3
     assert (tmp_path / "final.pt").read_bytes() == final  # until the new one is finished
 
