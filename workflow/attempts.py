@@ -40,6 +40,7 @@ class Attempts:
     def __init__(self, runs: Path | str) -> None:
         self._runs = Path(runs)
         self._of_table = cache(self._find)
+        self._rows = cache(_rows)
 
     def of(self, table: str, stem: str) -> list[Attempt]:
         """Returns a job's results, oldest first."""
@@ -48,8 +49,14 @@ class Attempts:
     def to_be_tried_again(self, table: str, stem: str) -> bool:
         """Returns whether the last result was killed or timed out, and may come about."""
         made = self.of(table, stem)
-        rows = _rows(made[-1].file) if made else None
-        return any(row.get("status") in TRANSIENT for row in rows or ()) and not tried_out(made)
+        if not made or tried_out(made):
+            return False
+        return any(row.get("status") in TRANSIENT for row in self._rows(made[-1].file))
+
+    def refused(self, table: str, stem: str) -> bool:
+        """Returns whether gates stopped some rows of the last result, or a whole training."""
+        rows = self._rows(self.of(table, stem)[-1].file)
+        return not rows or any((row.get("reason") or "").startswith(STOPPED) for row in rows)
 
     def replicates(self, table: str, config_id: str) -> list[int]:
         """Returns the replicates of a benchmark that have a result."""
@@ -80,23 +87,17 @@ def tried_out(made: Sequence[Attempt]) -> bool:
     return made[-1].file.parent.name != "gates" and n_tried >= ATTEMPTS
 
 
-def refused(file: Path) -> bool:
-    """Returns whether gates stopped some of a result's rows, or a whole training."""
-    rows = _rows(file)
-    return rows == [] or any((row.get("reason") or "").startswith(STOPPED) for row in rows or ())
+def _rows(file: Path) -> list[dict]:
+    """Returns status and reason of each row, if the table has them.
 
-
-def _rows(file: Path) -> list[dict] | None:
-    """Returns status and reason of each row, as far as the table has them.
-
-    It returns None for a file that cannot be read. That is said before the first job starts.
+    A file that cannot be read has a row without: it is named before the first job starts.
     """
     if not file.is_file():  # reading a pipe would wait for a writer
-        return None
+        return [{}]
     try:
         return pq.ParquetFile(file).read(["status", "reason"]).to_pylist()
     except (ArrowException, OSError):
-        return None
+        return [{}]
 
 
 def named(

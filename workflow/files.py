@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tnp.experiment.code_hash import digest
 from workflow import sources
-from workflow.attempts import Attempt, Attempts, refused
+from workflow.attempts import Attempt, Attempts
 from workflow.plan import GATE, TABLES, Plan
 from workflow.studies import kinds
 
@@ -64,7 +64,7 @@ class Files:
             return False
         if self._attempts.to_be_tried_again(TABLES[kind][0], last.stem):
             return False
-        if kind == GATE or not refused(last.file):
+        if kind == GATE or not self._attempts.refused(TABLES[kind][0], last.stem):
             return True
         gates = map(Path, self.of_gates(_all(self.gates(kind, name))))
         written = last.file.stat().st_mtime_ns

@@ -7,15 +7,13 @@ import pytest
 from tnp.experiment.failures import TRANSIENT
 from tnp.store.files import write_table
 from tnp.store.schemas import STATUSES
-from workflow.attempts import ATTEMPTS, Attempts, named, refused
+from workflow.attempts import ATTEMPTS, Attempts, named
 
 NOW, BEFORE = "0" * 16, "f" * 16
 
 
-def made(runs: Path, table: str, stem: str, status: str = "ok", reason: str = "") -> Path:
-    file = runs / table / f"{stem}.parquet"
-    write_table(file, table, [{"status": "ok"}, {"status": status, "reason": reason}])
-    return file
+def made(runs: Path, table: str, stem: str, status: str) -> None:
+    write_table(runs / table / f"{stem}.parquet", table, [{"status": "ok"}, {"status": status}])
 
 
 @pytest.mark.parametrize("status", STATUSES)
@@ -50,16 +48,20 @@ def test_a_file_that_cannot_be_read_is_neither_tried_again_nor_refused(tmp_path)
     file = tmp_path / f"steps/a--{NOW}-1.parquet"
     file.parent.mkdir()
     file.write_bytes(b"PAR1 half a file")
-    assert not Attempts(tmp_path).to_be_tried_again("steps", "a") and not refused(file)
+    found = Attempts(tmp_path)
+    assert not found.to_be_tried_again("steps", "a") and not found.refused("steps", "a")
 
 
 def test_a_result_says_that_gates_refused_it(tmp_path):
-    assert not refused(made(tmp_path, "ops", "a", "timeout", "no progress"))
+    def refused(table: str, rows: list[dict]) -> bool:
+        write_table(tmp_path / table / f"a--{NOW}-1.parquet", table, rows)
+        return Attempts(tmp_path).refused(table, "a")
+
+    ok, of_gate = {"status": "ok"}, "gate baseline is"
+    assert not refused("ops", [ok, {"status": "timeout", "reason": "no progress"}])
     for status in ("gate_failed", "timeout"):  # a red gate, one that is not finished
-        assert refused(made(tmp_path, "ops", "a", status, "gate baseline is"))
-    for rows in ([], [{"run": "a"}]):
-        write_table(tmp_path / "training/a.parquet", "training", rows)
-        assert refused(tmp_path / "training/a.parquet") == (not rows)
+        assert refused("ops", [ok, {"status": status, "reason": of_gate}])
+    assert refused("training", []) and not refused("training", [{"run": "a"}])
 
 
 def test_names_are_whole_parts_of_ids():
