@@ -15,11 +15,11 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tests.store import SQL
 from tnp.store.files import StoreError, build_database, write_table
 from tnp.store.schemas import SCHEMA_VERSION, TABLES
 from tnp.util.atomic_files import parquet_files
 
-SQL = Path(__file__).parents[2] / "workflow" / "sql"
 ROWS_A_FILE = 40
 HANGS_AFTER_S = 20
 NOBODY = 65534
