@@ -110,7 +110,7 @@ def test_on_a_gpu_without_triton_ours_say_why_they_cannot_run(monkeypatch):
 
 def test_what_needs_an_extra_names_it():
     with pytest.raises(
-        ImportError, match=r"plots need no_such, which pip install '\.\[plot\]' in a clone"
+        ImportError, match=r"plots need no_such: run pip install '\.\[plot\]' in a clone"
     ):
         extras.require("no_such", "plots", "plot")
 
