@@ -18,7 +18,7 @@ CHECKED_ROWS = 64
 
 @dataclass(frozen=True)
 class Ceiling:
-    """Is timed like an operator: it has the methods of `tnp.bench.contenders.Contenders`.
+    """Has the methods of `tnp.bench.contenders.Contenders`, so that it is timed like an operator.
 
     It has one call, whose inputs are larger than any cache.
     """

@@ -116,10 +116,9 @@ def measure_interleaved(
     """Times several contenders in rounds, so that drift hits all alike.
 
     A round has one call of each. Every call has run before. Each round has a new random order, so
-    that no contender always follows the same one. A call takes the next inputs of its contender, so
-    that none finds in cache what the one before it read. Warm-up ends when every contender is
-    stable. If a call is longer than `policy.long_step_s`, one round is the warm-up. Samples are per
-    launch.
+    that no contender always follows the same one. Each call takes the next inputs of its contender,
+    so that the cache does not hold them. Warm-up ends when every contender is stable. If a call is
+    longer than `policy.long_step_s`, one round is the warm-up. Samples are per launch.
     """
     if not contenders:
         return []

@@ -230,7 +230,7 @@ def main() -> None:
         build_database(parquet_files(RECORDED), VIEWS, database)
         with duckdb.connect(str(database), read_only=True) as connection:
             texts = documents(connection)
-            if not check:  # not compared: the places of letters depend on a machine's fonts
+            if not check:  # the chart is not compared: its letters depend on a machine's fonts
                 svg = vl_convert.vegalite_to_svg(headline.draw(connection).to_dict())
                 CHART.write_text(svg)
     stale = set(PAGES.glob("*.md")) - texts.keys()
@@ -245,7 +245,7 @@ def main() -> None:
             path.write_text(texts[path])
     elif differing or stale:
         names = " and ".join(map(str, [*differing, *sorted(stale)]))
-        sys.exit(f"not as the recorded rows say: {names}; run make report")
+        sys.exit(f"{names} differ from the recorded rows: run make report")
 
 
 if __name__ == "__main__":
