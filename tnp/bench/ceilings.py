@@ -53,8 +53,6 @@ def of(parameters: dict, pass_: str, device: torch.device) -> Ceiling:
     """Returns the ceiling that a job names as its operator, one of `tnp.store.schemas.CEILINGS`.
 
     Raises Unsupported for a number format that the device does not multiply.
-
-    Raises Unsupported for a number format that the device does not multiply in.
     """
     generator = torch.Generator(device).manual_seed(parameters["replicate"])
     making = {"ceiling_matmul": _matmul, "ceiling_copy": _copy, "ceiling_read": _read}

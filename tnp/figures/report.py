@@ -68,12 +68,7 @@ PAGE = """\
 
 
 def documents(connection: duckdb.DuckDBPyConnection) -> dict[Path, str]:
-    """Returns the text of every generated document, by its path.
-
-    Raises ValueError for a block that names no query. It reads `connection`, an open store.
-
-    Args:
-        connection: an open store.
+    """Returns the text of every generated document, by its path, from an open store.
 
     Raises ValueError for a block that names no query.
     """
