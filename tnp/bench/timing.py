@@ -26,8 +26,8 @@ CHUNK_CALLS = (3, 100)
 # Rounds are stable if the medians of their first and last third agree within this share. A single
 # contender's samples are too noisy for that: they vary by 4 % at an H200's power limit.
 SETTLED_WITHIN = 0.01
-# Successive samples are correlated, so their spread says little about the error of their mean. The
-# means of ten batches are nearly independent. 2.26 is Student's 97.5 % quantile, 9 degrees.
+# Successive samples are correlated, so their spread says little about the error of their mean.
+# Means of ten batches are nearly independent. 2.26 is Student's 97.5 % quantile for ten of them.
 N_BATCHES, T_QUANTILE = 10, 2.26
 
 Mark = torch.cuda.Event | float
