@@ -8,7 +8,7 @@ from typing import Any
 
 import vl_convert
 
-from tnp.figures.story import STORY
+from tnp.figures.story import FIGURES, STORY
 
 # Charts are drawn for light pages. Dark pages invert them and turn their hues back.
 STYLE = """
@@ -119,9 +119,8 @@ def _page(title: str, body: str) -> str:
 
 def _navigation(name: str) -> str:
     """Returns links to the index and to the next figure."""
-    names = [figure for figures in STORY.values() for figure in figures]
     links = '<a href="index.html">All figures</a>'
-    for following in names[names.index(name) + 1 :][:1]:
+    for following in FIGURES[FIGURES.index(name) + 1 :][:1]:
         links += f'<a href="{following}.html">Next: {following} →</a>'
     return f"<nav>{links}</nav>"
 

@@ -23,7 +23,7 @@ import vl_convert
 
 from tnp.dispatch.registry import OWN, catalog
 from tnp.figures import headline
-from tnp.figures.story import STORY
+from tnp.figures.story import FIGURES
 from tnp.store.files import build_database
 from tnp.util.atomic_files import parquet_files
 
@@ -128,8 +128,7 @@ def _operators() -> Table:
 
 def _figures() -> Table:
     """Returns a row for each figure, in the order of the index: its name, and what it shows."""
-    names = [name for group in STORY.values() for name in group]
-    return ["figure", "shows"], [(_code([one]), _summary(f"tnp.figures.{one}")) for one in names]
+    return ["figure", "shows"], [(_code([one]), _summary(f"tnp.figures.{one}")) for one in FIGURES]
 
 
 def _questions() -> Table:

@@ -9,3 +9,4 @@ STORY = {
     "How near is it to the hardware?": ("roofline", "profiles", "host"),
     "How sure are we?": ("noise",),
 }
+FIGURES = tuple(name for figures in STORY.values() for name in figures)
