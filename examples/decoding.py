@@ -25,10 +25,10 @@ for handle, n_tokens in ((first, 100), (second, 30)):  # prompts of different le
 handles = [first, second, cache.fork(first)]  # the fork shares pages until either one writes
 for _ in range(steps):
     for layer in range(n_layers):
-        q = torch.randn(3, heads, 1, head_dim, **like)  # a model would give q, k and v
+        q = torch.randn(3, heads, 1, head_dim, **like)  # a model would compute q, k and v
         cache.append(handles, *torch.randn(2, 3, kv_heads, 1, head_dim, **like), layer)
-        lengths, table = cache.lengths(handles, layer), cache.page_table(handles)
-        o = decode_attention(q, *cache.layer(layer), lengths, table, implementation=implementation)
-print(f"{lengths.tolist()} tokens in {n_pages - cache.n_free} pages, o {tuple(o.shape)}")
+        n_keys, table = cache.n_keys(handles, layer), cache.page_table(handles)
+        o = decode_attention(q, *cache.layer(layer), n_keys, table, implementation=implementation)
+print(f"{n_keys.tolist()} tokens in {n_pages - cache.n_free} pages, o {tuple(o.shape)}")
 for handle in handles:
     cache.free(handle)

@@ -1,4 +1,4 @@
-"""A kernel's hash changes with its meaning and with nothing else; launches are noted."""
+"""Tests that a kernel's hash changes with its meaning alone, and that launches are noted."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Samples of sizes of their own: each is computed as if it stood alone, whatever padding holds."""
+"""Tests that each sample of a size of its own counts as if alone, whatever padding holds."""
 
 import math
 from copy import deepcopy
@@ -61,15 +61,10 @@ def test_each_sample_counts_as_if_it_stood_alone(spec, fill):
         torch.testing.assert_close(together[name], x, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_sizes_that_are_ignored_are_noticed():
-    """The control: the same task read as if nothing of it were padding."""
-    task, model = ragged(fill=0.5), build()
-    whole = replace(task, context_lengths=None, target_lengths=None)
-    assert (model.loss(whole) - model.loss(task)).abs() > 1e-3
-
-
 def test_predictions_are_those_of_each_sample():
     task, model = ragged(), build()
+    moved = ragged().to(dtype=torch.float64)
+    assert moved.x_target.dtype == torch.float64 and moved.target_lengths.dtype == torch.int32
     together = model.predict(task.context, task.x_target)
     for b, n in enumerate(TARGETS):
         single = alone(task, b)
@@ -78,14 +73,14 @@ def test_predictions_are_those_of_each_sample():
 
 
 def test_one_compiled_loss_serves_all_sizes():
-    model, graphs = build(skip_unread=True), []
+    model, graphs = build(replace(CONFIG, n_layers=1), skip_unread=True), []
 
     def backend(graph, inputs):
         graphs.append(graph)
         return graph
 
     compiled = torch.compile(model.nll, fullgraph=True, dynamic=True, backend=backend)
-    for n in range(8, 40, 3):
+    for n in (8, 11, 20, 38):
         task = ragged().padded(n + 1, n)
         torch.testing.assert_close(compiled(*task), model.loss(task))
     assert len(graphs) == 1
@@ -179,9 +174,3 @@ def test_the_control_shuffles_each_samples_own_values():
         before, after = task.y_context[b, :m], shuffled.y_context[b, :m]
         assert torch.equal(before.sort(0)[0], after.sort(0)[0])
         assert m == 1 or (before != after).all()
-
-
-def test_moving_a_task_leaves_its_lengths_what_they_are():
-    task = ragged().to(dtype=torch.float64)
-    assert task.x_target.dtype == torch.float64 and task.target_lengths.dtype == torch.int32
-    assert CONFIG.d_x == task.x_target.shape[-1]

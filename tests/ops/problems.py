@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from tnp.dispatch import devices
+from tnp.dispatch import devices, plans, selection
 from tnp.dispatch.call import call
 from tnp.dispatch.spec import Case, Operator
 from tnp.gates.results import Results, Setting, compute
@@ -29,13 +29,21 @@ def results(of: Setting, function: Callable) -> Results:
     return compute(*asked, function, of.inputs, of.wanted, of.upstream)
 
 
-def by(of: Setting, implementation: str) -> Results:
-    """Returns the results of an implementation, called as a model calls it."""
-    n = len(of.operator.tensors)
+def by(of: Setting, implementation: str, forced: selection.Forced | None = None) -> Results:
+    """Returns the results of an implementation, called as a model calls it, or of forced kernels.
+
+    Other operations than those of `forced` take the kernels of their choice.
+    """
+    n, options = len(of.operator.tensors), tuple(of.options.items())
 
     def run(*arguments):
-        options = tuple(of.options.items())
-        return call(of.operator, implementation, arguments[:n], arguments[n:], options)
+        tensors, numbers = arguments[:n], arguments[n:]
+        if forced is None:
+            return call(of.operator, implementation, tensors, numbers, options)
+        plan = plans.build(
+            of.operator, implementation, tensors, options, of.wanted, forced=forced
+        )  # fmt: skip
+        return plan.run(tensors, numbers)
 
     return results(of, run)
 

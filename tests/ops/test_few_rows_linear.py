@@ -3,49 +3,16 @@
 The gate compares it with float64 (`tests.gates.test_operators`).
 """
 
-import pytest
 import torch
 
 from tests.ops.launched import reads, recorded
 from tests.ops.problems import DEVICE
-from tnp.dispatch import plans
-from tnp.gates.checks import relative_error
-from tnp.ops.projection import OPERATOR_LINEAR, few_rows, linear
+from tnp.ops.projection import linear
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     generator = torch.Generator(DEVICE).manual_seed(sum(shape))
     return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
-
-
-@pytest.mark.parametrize(
-    "rows, n_in, dtype, kernel",
-    [
-        (1, 512, torch.bfloat16, "few_rows"),
-        (16, 2048, torch.float16, "few_rows"),
-        (17, 512, torch.bfloat16, "cublas"),
-        (2, 2049, torch.bfloat16, "cublas"),
-        (2, 512, torch.float32, "cublas"),
-    ],
-)
-@pytest.mark.parametrize("wanted", [(), ("x", "weight")])
-def test_few_rows_have_a_kernel_of_their_own(rows, n_in, dtype, kernel, wanted):
-    inputs = draw(rows, n_in, dtype=dtype), draw(3, n_in)
-    plan = plans.build(OPERATOR_LINEAR, "fused", inputs, (), wanted)
-    expected = kernel if plan.what.target.kind != "cpu" else "cublas"
-    assert plan.choices["linear.forward"]["choice"] == expected
-
-
-@pytest.mark.parametrize("n_in, n_out", [(1, 3), (42, 20), (512, 17), (1100, 8)])
-@pytest.mark.parametrize("block_n, num_warps", [(8, 1), (8, 4), (16, 2)])
-def test_few_rows_in_every_configuration(n_in, n_out, block_n, num_warps):
-    x, weight = draw(3, n_in, dtype=torch.bfloat16), draw(n_out, n_in, dtype=torch.bfloat16)
-    forced = {"linear.forward": ("few_rows", few_rows.Config(block_n, num_warps))}
-    plan = plans.build(OPERATOR_LINEAR, "fused", (x, weight), (), (), None, forced)
-    exact = x.double() @ weight.double().mT
-    assert relative_error(plan.run((x, weight), ()), exact) < 2 * relative_error(
-        linear(x, weight), exact
-    )
 
 
 def test_few_rows_are_read_where_they_lie():

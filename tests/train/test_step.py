@@ -1,4 +1,4 @@
-"""The training step: what it updates, what it leaves alone, and that compiling changes nothing."""
+"""Tests what a training step updates, what it leaves alone, and what it refuses."""
 
 import copy
 from contextlib import nullcontext
@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.torch_version import TorchVersion
 
 from tests.model.test_transformer_np import CONFIG, build, make_task
+from tests.refusals import assert_refused
 from tnp.model.buckets import Buckets
 from tnp.model.variants import FAMILIES
 from tnp.ops._shared import casting
@@ -96,16 +97,14 @@ def test_what_a_captured_step_trains_must_stay_where_it_was():
         captured.check()
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
 @torch._inductor.config.patch({"cpp.simdlen": 1})  # without vectors it compiles sooner
-def test_compiled_step_is_the_eager_one(checkpoint):
-    """Compiles two blocks, and one that is computed again."""
+def test_a_compiled_step_with_checkpoints_is_the_eager_one():
+    """`tests/model/test_buckets.py` compiles one without them."""
     task, losses = make_task(), []
-    config = replace(CONFIG, n_layers=1 if checkpoint else 2)
+    config = replace(CONFIG, n_layers=1, n_components=1)
     for compile in (False, True):
-        model = build(config, checkpoint=checkpoint, compile=compile)
+        model = build(config, checkpoint=True, compile=compile)
         step = TrainingStep(model, learning_rate=1e-2)
-        assert (step.nll == model.nll) != compile
         losses.append(torch.stack([step(task) for _ in range(3)]))
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
 
@@ -160,30 +159,23 @@ class DistributedDataParallel(torch.nn.Module):
         self.module, self.process_group = module, None
 
 
-@pytest.mark.parametrize(
-    "wrap, message",
-    [
-        (torch.compile, "a OptimizedModule: it must be a TransformerNP: hand over its _orig_mod"),
-        (AveragedModel, "a AveragedModel: it must be a TransformerNP: hand over its .module"),
-        (
-            torch.nn.DataParallel,
-            "a DataParallel: it must be a TransformerNP: hand over its .module",
-        ),
-        (DistributedDataParallel, "adds up no gradients of other processes, so write that loop"),
-        (lambda model: torch.nn.Linear(2, 3), "a Linear: it must be a TransformerNP$"),
-        (
-            lambda model: model.requires_grad_(False),
-            "no parameter of the model asks for a gradient",
-        ),
-        (
-            lambda model: model.compile() or model,
-            "model was compiled in place, which a step passes",
-        ),
-    ],
-)
-def test_a_model_that_a_step_does_not_train_is_one_sentence(wrap, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        TrainingStep(wrap(build()), learning_rate=1e-3)
+def test_a_model_that_a_step_does_not_train_is_one_sentence():
+    """The sentence names what wraps the model, and what to hand over."""
+
+    def train(wrap):
+        return lambda: TrainingStep(wrap(build()), learning_rate=1e-3)
+
+    other = "a {}: it must be a TransformerNP: hand over its {}"
+    assert_refused(
+        (train(torch.compile), other.format("OptimizedModule", "_orig_mod")),
+        (train(AveragedModel), other.format("AveragedModel", ".module")),
+        (train(torch.nn.DataParallel), other.format("DataParallel", ".module")),
+        (train(DistributedDataParallel), "adds up no gradients of other processes, so write that"),
+        (train(lambda model: torch.nn.Linear(2, 3)), "a Linear: it must be a TransformerNP$"),
+        (train(lambda model: model.requires_grad_(False)), "no parameter of the model asks for a"),
+        (train(lambda model: model.compile() or model), "compiled in place, which a step ignores"),
+        error=(TypeError, ValueError),
+    )
 
 
 @pytest.mark.parametrize(
@@ -285,26 +277,27 @@ def test_any_optimizer_of_pytorch_trains():
 def test_what_makes_no_step_is_one_sentence():
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="give either a learning_rate, which is AdamW's, or an op"):
-        TrainingStep(model)
-    with pytest.raises(ValueError, match="give either a learning_rate, which is AdamW's, or an op"):
-        TrainingStep(model, learning_rate=1.0, optimizer=optimizer)
-    with pytest.raises(ValueError, match="max_grad_norm is 0.0: it must be positive and finite"):
-        TrainingStep(model, learning_rate=1.0, max_grad_norm=0.0)
-    with pytest.raises(ValueError, match="there is no task to train on: give at least one"):
-        TrainingStep(model, optimizer=optimizer)()
-    with pytest.raises(TypeError, match="tasks to train on: number 0 is a list: all must be a tn"):
-        TrainingStep(model, optimizer=optimizer)([make_task()])
-    with pytest.raises(TypeError, match="optimizer is a str: it must be a torch.optim.Optimizer"):
-        TrainingStep(model, optimizer="adam")
-    with pytest.raises(TypeError, match="buckets is a int: it must be a Buckets"):
-        TrainingStep(model, optimizer=optimizer, buckets=64)
-    with pytest.raises(ValueError, match="SGD cannot be captured in a CUDA graph: make it"):
-        _check_capturable(optimizer)
-    with pytest.raises(ValueError, match="the optimizer has no parameter of the model"):
-        TrainingStep(build(), optimizer=optimizer)
-    with pytest.raises(ValueError, match="LBFGS evaluates the loss several times a step"):
-        TrainingStep(model, optimizer=torch.optim.LBFGS(model.parameters()))
+
+    def step(**options):
+        return lambda: TrainingStep(model, **options)
+
+    either = "give either a learning_rate, which is AdamW's, or an op"
+    lbfgs = torch.optim.LBFGS(model.parameters())
+    assert_refused(
+        (step(), either),
+        (step(learning_rate=1.0, optimizer=optimizer), either),
+        (step(learning_rate=1.0, max_grad_norm=0.0), "max_grad_norm is 0.0: it must be positive"),
+        (lambda: step(optimizer=optimizer)()(), "there is no task to train on: give at least one"),
+        (lambda: _check_capturable(optimizer), "SGD cannot be captured in a CUDA graph: make it"),
+        (lambda: TrainingStep(build(), optimizer=optimizer), "optimizer has no parameter of the m"),
+        (step(optimizer=lbfgs), "LBFGS evaluates the loss several times a step"),
+    )
+    assert_refused(
+        (lambda: step(optimizer=optimizer)()([make_task()]), "number 0 is a list: all must be a"),
+        (step(optimizer="adam"), "optimizer is a str: it must be a torch.optim.Optimizer"),
+        (step(optimizer=optimizer, buckets=64), "buckets is a int: it must be a Buckets"),
+        error=TypeError,
+    )
 
 
 def test_learning_rates_of_a_captured_step_lie_on_its_device():

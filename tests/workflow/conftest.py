@@ -97,7 +97,7 @@ def run_isolated(kind, parameters, timeout_s):
 """,
 }
 FAKE_TRAINING = """
-def run(parameters, device, checkpoint_dir, on_row, code):
+def run(parameters, device, checkpoint_dir, on_row):
     on_row({"run": parameters["run"], "step": 1, "heldout_log_likelihood": 0.0})
 """
 
@@ -203,6 +203,10 @@ class Checkout:
 
     def forget_calls(self) -> None:
         (self.folder / "calls").unlink(missing_ok=True)
+
+    def files(self, table: str, stem: str) -> list[Path]:
+        """The results of a job on the CPU."""
+        return sorted(self.folder.glob(f"data/runs/cpu/{table}/{stem}--*-*.parquet"))
 
     def rows(self, table: str, device: str = "cpu") -> list[dict]:
         import pyarrow.parquet as pq

@@ -16,6 +16,9 @@ LABEL_HEIGHT = 18  # px, of a label above its line
 NUMBERS_WIDTH = 50  # px, of the numbers of a y axis and its name
 CHARACTER_WIDTH = 0.49  # of the font size, on average
 
+# Each panel has lines of its own. Given to `concat`, as each of Altair's methods copies all panels.
+OWN_LINES = alt.Resolve(scale=alt.ScaleResolveMap(yOffset="independent"))
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -84,14 +87,14 @@ class Layout:
             subtitlePadding=4,
             offset=14,
         )
-        block = alt.concat(
+        return alt.concat(
             *panels,
             columns=self.columns(columns),
             title=heading,
             spacing={"column": 28, "row": 30},
             align="none" if self.narrow else "each",
+            resolve=OWN_LINES,
         )
-        return block.resolve_scale(yOffset="independent")  # panels have different lines
 
     def wrapped(self, texts: Sequence[str], font_size: int, wide: int) -> list[str]:
         """Returns `texts` in lines that fit the room. Each text starts a line."""

@@ -162,7 +162,6 @@ def _table(
             dy=-10 if layout.narrow else 0, fontStyle="italic", **small | {"color": theme.MUTED}
         ).encode(text="lines:N" if layout.narrow else "small:N"),
         *theme.names(present, y, height, layout),
-    ).properties(
         width=width * len(combinations),
         height=layout.height(len(present), height),
         title=switches.panel_title(cells[0], layout),

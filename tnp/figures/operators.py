@@ -138,7 +138,8 @@ def _distribution(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
     sizes = len({row["shape"] for row in rows})
     y = alt.Y("share_of_sizes:Q", title="share of sizes").scale(domain=[0, 1])
     base = data.drawing(rows).encode(y=y.axis(format="%", tickCount=5, orient=layout.side))
-    return alt.layer(*_marks(base)).properties(
+    return alt.layer(
+        *_marks(base),
         width=layout.plot_width(PANEL_WIDTH),
         height=DISTRIBUTION_HEIGHT,
         title=layout.title(

@@ -180,7 +180,6 @@ def _roofline(points: list[Row], pass_: str, layout: Layout) -> alt.TopLevelMixi
             dx=10, dy=6, align="left", **SHAPE_LABEL
         ),
         *_marks(points, x=x, y=y),
-    ).properties(
         width=layout.plot_width(PANEL_WIDTH),
         height=PANEL_HEIGHT,
         title=layout.title(pass_),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import altair as alt
 
 from tnp.figures.data import Row, drawing
-from tnp.figures.layout import LABEL_HEIGHT, Layout
+from tnp.figures.layout import LABEL_HEIGHT, OWN_LINES, Layout
 
 Encodings = dict[str, alt.Y | alt.YOffset]  # the line of a panel on which a row stands
 
@@ -133,15 +133,19 @@ def listed(names: Sequence[str]) -> str:
 def page(
     chart: alt.TopLevelMixin, title: str, subtitle: Sequence[str], layout: Layout
 ) -> alt.TopLevelMixin:
-    """Puts `chart` under its finding and a description of the measurement, in the house style."""
-    heading = alt.Title(
+    """Puts `chart` under its finding and a description of the measurement, in the house style.
+
+    Changes `chart` itself: each of Altair's methods copies all of it.
+    """
+    chart.title = alt.Title(
         _balanced(title, TITLE_CHARACTERS),
         subtitle=[line for text in subtitle for line in textwrap.wrap(text, SUBTITLE_CHARACTERS)],
     )
     style = PAGE_STYLE
     if layout.narrow:
         style = style | {"legend": style["legend"] | {"columns": 2, "labelLimit": 150}}
-    return chart.properties(title=heading, background="white", padding=24).configure(**style)
+    chart.background, chart.padding, chart.config = "white", 24, alt.Config(**style)
+    return chart
 
 
 def _balanced(text: str, width: int) -> list[str]:
@@ -153,8 +157,7 @@ def _balanced(text: str, width: int) -> list[str]:
 
 def stacked(blocks: Sequence[alt.ConcatChart]) -> alt.ConcatChart:
     """Stacks devices one below another, each starting at the left edge."""
-    stack = alt.concat(*blocks, columns=1, spacing=40, align="none")
-    return stack.resolve_scale(yOffset="independent")
+    return alt.concat(*blocks, columns=1, spacing=40, align="none", resolve=OWN_LINES)
 
 
 def filled_or_hollow(base: alt.Chart, mark: str, **style: object) -> list[alt.Chart]:
@@ -195,10 +198,13 @@ def panel(
 
     `wide` is its width on a screen, in px.
     """
-    chart = alt.layer(*layers, *names(lines, y, marks, layout)).properties(
-        width=layout.width(wide), height=layout.height(len(lines), marks)
+    return alt.layer(
+        *layers,
+        *names(lines, y, marks, layout),
+        width=layout.width(wide),
+        height=layout.height(len(lines), marks),
+        title=alt.Undefined if title is None else title,
     )
-    return chart.properties(title=title) if title else chart
 
 
 def text(base: alt.Chart, **style: object) -> list[alt.Chart]:

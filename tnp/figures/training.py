@@ -184,7 +184,6 @@ def _panel(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
     return alt.layer(
         area.encode(x=x, y=alt.Y("low:Q", scale=domain), y2="high:Q"),
         lines.mark_line(strokeWidth=2.5, clip=True),
-    ).properties(
         width=layout.plot_width(PANEL_WIDTH),
         height=PANEL_HEIGHT,
         title=layout.title(rows[0]["run"], _said(rows[-1])),

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+__all__ = ["attention"]
+
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128, 192, 256)
 _INFINITY = float("inf")
 _triton = triton_from(80)
@@ -107,7 +109,7 @@ def _n_sequences(
     if len(cu_seqlens_q) != len(cu_seqlens_k):
         raise ValueError(
             f"cu_seqlens_q has {len(cu_seqlens_q)} numbers and cu_seqlens_k {len(cu_seqlens_k)}: "
-            "they must have as many"
+            "they must have equally many"
         )
     return len(cu_seqlens_q) - 1
 

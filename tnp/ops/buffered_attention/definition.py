@@ -28,7 +28,7 @@ _triton = triton_from(80)
 
 @dataclass(frozen=True)
 class Rows:
-    """The numbers of rows of q: first those of the context, then those beside the buffer, then
+    """Holds the numbers of rows of q: first rows of the context, then rows beside the buffer, then
     others.
     """
 

@@ -235,8 +235,10 @@ def configs(call: Call) -> tuple[BackwardConfig, ...]:
 
 @dataclass(frozen=True)
 class _Shares:
-    """Programs that share a head's rows, and the tiles of one program: of rows that see only the
-    context, of rows beside each block of the buffer, and of rows beside its last block.
+    """Counts the programs that share a head's rows, and the tiles of one program.
+
+    Its tiles are of rows that see only the context, of rows beside each block of the buffer, and of
+    rows beside the last block.
     """
 
     n_segments: int

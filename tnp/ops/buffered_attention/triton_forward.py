@@ -138,8 +138,10 @@ def _buffered_attention_fwd_kernel(
     C_BLOCKS: tl.constexpr, N_BLOCKS: tl.constexpr, RAGGED: tl.constexpr,
     HAS_N_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Writes o and lse. Of a head's programs, n_alone take rows that see only the context. n_each
-    take rows that see one block of the buffer, n_each those that see two, and so on.
+    """Writes o and lse.
+
+    A head's first n_alone programs take rows that see only the context. The next n_each take rows
+    that see one block of the buffer, the next n_each rows that see two, and so on.
     """
     n_programs = n_alone + N_BLOCKS * n_each
     h = tl.program_id(0) % n_heads
@@ -175,7 +177,7 @@ def configs(call: Call) -> tuple[ForwardConfig, ...]:
 
 
 def empty(wanted: tuple[str, ...], inputs: tuple, n_buffer: int) -> tuple[tuple, tuple]:
-    """Returns what attention's `empty` returns: o, in memory [B, n_q, H, D], and the saved lse."""
+    """Returns o, in memory [B, n_q, H, D], and the saved lse, like attention's `empty`."""
     return primitives.empty(wanted, inputs)
 
 

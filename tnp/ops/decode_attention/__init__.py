@@ -35,6 +35,8 @@ from tnp.util.checks import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["decode_attention"]
+
 PAGE_MULTIPLE = 16  # keys of a page are a multiple of this
 MOST_SEQUENCES = 1024  # a program reads the lengths of all sequences at once
 # The most numbers of queries that a program has at once, by itemsize: registers hold no more.
@@ -250,10 +252,9 @@ def decode_attention(
         scale: a positive, finite number, or None for 1/√D.
         full: whether every query sees all n_keys[b] keys.
         implementation: a name of `tnp.dispatch.registry`, "torch" for `sdpa`, "own" for the best of
-            ours, or "auto". `triton` takes D of `HEAD_DIMS`, pages of a multiple of 16 tokens,
-            and up to
-            1,024 sequences. Registers bound the queries that read the same keys, heads of a group
-            times tokens: at D = 128 up to 128 in 16 bits and 32 in float32.
+            ours, or "auto". `triton` takes D of `HEAD_DIMS`, pages of a multiple of 16 tokens, and
+            up to 1,024 sequences. Registers bound the queries that read the same keys, heads of a
+            group times tokens: at D = 128 up to 128 in 16 bits and 32 in float32.
 
     Returns:
         [B, H, T, D] in q's dtype, without a gradient. Ours lies in memory as [B, T, H, D], and is

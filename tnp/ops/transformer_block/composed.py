@@ -1,4 +1,4 @@
-"""A transformer block as a list of launches: the kernels of its layers, one behind another.
+"""Runs a transformer block as a list of launches: the kernels of its layers, one after another.
 
 `Layers` chooses implementations and kernels once a plan. Each layer prepares its launch at its
 first run, from the tensors that are there. Later calls only launch: no key, no autograd function
@@ -23,7 +23,7 @@ OPTIONS = ("update", "n_keys", "centred", *LAYERS)
 
 
 class Layer:
-    """One operator inside a block. Its launches are prepared at its first run.
+    """Runs one operator inside a block. Its launches are prepared at its first run.
 
     Args:
         operator, name, problem: as `layers` yields them.
@@ -228,7 +228,7 @@ def prepare_backward(call: Call, config: None, inputs: tuple) -> Callable:
         h, norm_attention, qkv, w_output, norm_mlp, up, down, n_keys, sum_ = kept
         total = saved[0] if has_update else None
         x_1, q, k, v, o, x_2, lse, *of_mlp = keys.split(saved[1:] if has_update else saved)
-        if isinstance(saved, list):  # each layer's are freed behind it
+        if isinstance(saved, list):  # tensors of a layer are freed after it
             saved.clear()
         dnorm_1 = dqkv = doutput = dnorm_2 = dh = dupdate = dqueries = None
         if dy is None:
