@@ -1,4 +1,4 @@
-"""Compiles a kernel in CUDA C++ for `tnp.gates.compile`, and reads what ptxas says."""
+"""Compiles a kernel in CUDA C++ for `tnp.gates.compile`, and reads ptxas's log."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Bound(launcher.OtherLaunch):
         cached(*self.key)
 
     def job(self, dtype: str) -> CudaJob:
-        """Returns what the compile gate compiles for tensors of `dtype`."""
+        """Returns the job of the compile gate for tensors of `dtype`."""
         return CudaJob(*self.key, self.threads, dtype)
 
     def __call__(self, *arguments: Tensor | float) -> None:

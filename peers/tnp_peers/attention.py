@@ -1,9 +1,10 @@
 """Runs attention of FlashAttention 3 and 4, and of 3 in 8 bits. PyTorch's flex is in `flex`.
 
-All take q [B, H, n_q, D], k and v [B, H_kv, n_k, D] with any strides whose last dimension is
-contiguous, and return [B, H, n_q, D] in q's dtype. FlashAttention's layout is [B, L, H, D], of
-which these are views. Packed sequences lie in rows [L, H, D]. Both packages align causal attention
-and windows as we do, the last query beside the last key, and return 0 if a query sees no key.
+All take q [B, H, n_q, D], k and v [B, H_kv, n_k, D], and return [B, H, n_q, D] in q's dtype.
+Strides are arbitrary, but the last dimension must be contiguous. FlashAttention's layout is [B, L,
+H, D], of which these are views. Packed sequences lie in rows [L, H, D]. Both packages align causal
+attention and windows as we do: the last query stands beside the last key. They return 0 if a query
+sees no key.
 """
 
 from collections.abc import Callable

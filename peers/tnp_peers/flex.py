@@ -40,8 +40,8 @@ def flex(
 ) -> Tensor:  # fmt: skip
     """Runs PyTorch's flex_attention, compiled.
 
-    The map of blocks is made once for a problem and the lengths of its samples or sequences, as a
-    model makes it once a step for all its layers. Its time does not count.
+    The map of blocks is made once for a problem and its lengths. A model makes it once a step for
+    all its layers. Its time does not count.
     """
     lengths = n_keys, cu_seqlens_q, cu_seqlens_k
     return _compiled_flex_attention()(

@@ -1,8 +1,7 @@
 """Runs operators of package liger-kernel, in Triton.
 
-To save memory, several of its kernels write over their inputs: gradients over logits, over the
-inputs of SwiGLU, over q and k of the rotary embedding, and over gradients. These kernels get
-copies.
+To save memory, several of its kernels write over their inputs: logits, the inputs of SwiGLU, q and
+k of the rotary embedding, and gradients. These kernels get copies.
 """
 
 import torch

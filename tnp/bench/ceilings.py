@@ -18,7 +18,7 @@ CHECKED_ROWS = 64
 
 @dataclass(frozen=True)
 class Ceiling:
-    """Is timed like an operator: it has the methods of `tnp.bench.contenders.Contenders`.
+    """Has the methods of `tnp.bench.contenders.Contenders`, so that it is timed like an operator.
 
     It has one call, whose inputs are larger than any cache.
     """
@@ -53,8 +53,6 @@ def of(parameters: dict, pass_: str, device: torch.device) -> Ceiling:
     """Returns the ceiling that a job names as its operator, one of `tnp.store.schemas.CEILINGS`.
 
     Raises Unsupported for a number format that the device does not multiply.
-
-    Raises Unsupported for a number format that the device does not multiply in.
     """
     generator = torch.Generator(device).manual_seed(parameters["replicate"])
     making = {"ceiling_matmul": _matmul, "ceiling_copy": _copy, "ceiling_read": _read}

@@ -85,7 +85,7 @@ def reporting(parent: str, report: str) -> Iterator[tuple[dict, Callable[..., No
         yield parameters, note
     except DeviceMissing as error:
         note(missing=str(error))
-    except Exception as error:  # whatever it was, it is this configuration's result
+    except Exception as error:  # any failure is this configuration's result
         traceback.print_exc()
         note(failure=classify(error))
 

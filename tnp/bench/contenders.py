@@ -40,8 +40,8 @@ def input_sets(bytes_touched: float, device: torch.device) -> int:
 def trials(op: str, implementation: str, pass_: str, call: Call) -> dict[str, Forced]:
     """Returns contenders by name: each kernel that serves the pass, with each configuration.
 
-    The default comes first. For a backward pass, the forward kernel is the one that would be chosen
-    among those that save the tensors it reads.
+    The default comes first. In a backward pass, the forward kernel saves the tensors that the
+    backward kernel reads, and is chosen among such kernels.
     """
     found = catalog().load(op, implementation)
     operation = found.forward if pass_ == "forward" else found.backward

@@ -105,10 +105,7 @@ def _of_problem(
 def _call(
     operator: Operator, case: Case, name: str, wanted: tuple[str, ...], device: torch.device
 ) -> Output:
-    """Returns a function that calls an implementation. Raises RuntimeError if it cannot run.
-
-    Raises RuntimeError with the reason where it cannot run.
-    """
+    """Returns a function that calls an implementation. Raises RuntimeError if it cannot run."""
     if name == BARE:
         return _bare
     numbers, options = operator.numbers, operator.call_options(case.problem)

@@ -51,7 +51,7 @@ def _run_once(kind: str, parameters: dict, timeout_s: float) -> tuple[Rows, list
     tables: Rows = (
         report["tables"] if measured else failure_rows(kind, parameters, *report["failure"])
     )
-    environment = report.get("environment")  # null where the child died before it looked
+    environment = report.get("environment")  # missing if the child died early
     if environment is not None:
         tables["environments"] = [environment]
     identity = environment and environment["environment_id"]

@@ -261,9 +261,6 @@ def rates(work: Work, time_ms: float, gpu: str) -> dict[str, float | None]:
     """Returns the columns flops, bytes, bytes_written, tflops and gb_per_s.
 
     Raises AboveCeiling if a rate is above the datasheet of the GPU named `gpu`.
-
-    Raises AboveCeiling where the datasheet of the device of this name says that no kernel runs at
-    these rates.
     """
     flops = sum(work.flops.values()) or None
     tflops = None if flops is None else flops / time_ms / 1e9

@@ -145,9 +145,6 @@ def parsed(text: str) -> list[dict]:
 
     Raises ValueError for a table without kernels' names, a line of another length than the first,
     and an unknown unit of a time or size.
-
-    Raises ValueError for a table without kernels' names, a line that is not as long as the first,
-    and a time or a size in a unit that nobody knows.
     """
     lines = text.splitlines()
     starts = [n for n, line in enumerate(lines) if line.startswith('"ID"')]

@@ -132,8 +132,8 @@ def implementation_of(contender: str) -> str:
 def failure_rows(kind: str, parameters: dict, status: str, reason: str) -> Rows:
     """Returns rows that say why nothing was measured.
 
-    A step has one row. An operator has one for each implementation and pass, a study of predictions
-    or of the host's steps one for each form, and the host's calls one for each implementation.
+    A step has one row, an operator one for each implementation and pass. Predictions and the host's
+    steps have one for each form, the host's calls one for each implementation.
     """
     outcome = {"status": status, "reason": one_line(reason)}
     if kind == "step":

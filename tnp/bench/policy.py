@@ -21,8 +21,6 @@ class Policy:
     `max_sampling_s`, but at least `long_samples` and at most `min_samples`.
 
     Raises ValueError if a number of samples is below 1.
-
-    Raises ValueError where a number of samples is below 1.
     """
 
     warmup_s: float = 2.0

@@ -23,7 +23,7 @@ from tnp.experiment.failures import one_line
 
 ROOT = Path(__file__).parents[2]
 SHOWN_LINES = 30
-LISTENING_S = 1.0  # between two looks at what a child has noted
+LISTENING_S = 1.0  # between two readings of a child's notes
 _PR_SET_PDEATHSIG = 1
 
 
@@ -42,9 +42,8 @@ def run_child(
 
     The child reads `parameters` as JSON from standard input, and writes to the file descriptor
     REPORT (`tnp.bench.child.reporting`). All files are anonymous: a kill leaves none behind. The
-    child leads a process group with all that it starts. The whole group ends with the child, for
-    any reason: its end, a crash, the time limit, or an interrupt or the end of this process. The
-    last lines that it printed are printed here.
+    child leads a process group with all that it starts. The group ends with the child, and with
+    this process, for any reason. The last lines that the child printed are printed here.
 
     Args:
         command: the module, and arguments of its own.

@@ -21,7 +21,7 @@ def main(asked: str, failure: str) -> None:
     """Exits with code 1 if the pass did not run."""
     try:
         launch(json.loads(Path(asked).read_text()))
-    except Exception as error:  # whatever it was, it is this pass's result
+    except Exception as error:  # any failure is this pass's result
         status, reason = classify(error)
         if status != "unsupported":
             traceback.print_exc()

@@ -38,7 +38,7 @@ def _of_pass(parameters: dict, pass_: str) -> list[dict[str, object]]:
     try:
         program = ncu.executable()
         kernels = _profiled(program, parameters, pass_)
-    except Exception as error:  # whatever it was, it is this pass's result
+    except Exception as error:  # any failure is this pass's result
         status, reason = error.args if isinstance(error, NotLaunched) else classify(error)
         if status != "unsupported":
             traceback.print_exc()

@@ -26,8 +26,8 @@ CHUNK_CALLS = (3, 100)
 # Rounds are stable if the medians of their first and last third agree within this share. A single
 # contender's samples are too noisy for that: they vary by 4 % at an H200's power limit.
 SETTLED_WITHIN = 0.01
-# Successive samples are correlated, so their spread says little about the error of their mean. The
-# means of ten batches are nearly independent. 2.26 is Student's 97.5 % quantile, 9 degrees.
+# Successive samples are correlated, so their spread says little about the error of their mean.
+# Means of ten batches are nearly independent. 2.26 is Student's 97.5 % quantile for ten of them.
 N_BATCHES, T_QUANTILE = 10, 2.26
 
 Mark = torch.cuda.Event | float
@@ -116,10 +116,9 @@ def measure_interleaved(
     """Times several contenders in rounds, so that drift hits all alike.
 
     A round has one call of each. Every call has run before. Each round has a new random order, so
-    that no contender always follows the same one. A call takes the next inputs of its contender, so
-    that none finds in cache what the one before it read. Warm-up ends when every contender is
-    stable. If a call is longer than `policy.long_step_s`, one round is the warm-up. Samples are per
-    launch.
+    that no contender always follows the same one. Each call takes the next inputs of its contender,
+    so that the cache does not hold them. Warm-up ends when every contender is stable. If a call is
+    longer than `policy.long_step_s`, one round is the warm-up. Samples are per launch.
     """
     if not contenders:
         return []

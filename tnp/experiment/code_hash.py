@@ -70,7 +70,7 @@ def definitions(starts: Iterable[str], without: Iterable[str] = HOUSE) -> dict[s
 
 @cache
 def _reached(root: Path, start: str, without: frozenset[str]) -> dict[str, str]:
-    """Returns {"module:name": hash} of what one start reaches."""
+    """Returns {"module:name": hash} of the definitions that one start reaches."""
     module, _, name = start.partition(":")
     pending, seen = [_resolve(root, (module, name))], set()
     if pending == [None] and module not in without:
@@ -152,7 +152,7 @@ class _Source:
         return [node for node in ast.walk(self.tree) if isinstance(node, ast.Lambda)]
 
     def _statements(self, name: str) -> list[ast.AST]:
-        """Returns the statements that define a name, and those that are run for it."""
+        """Returns the statements that define a name, and statements that run for it."""
         if name == EVERYTHING:
             return self._nameless
         if name.startswith(LAMBDA):

@@ -124,7 +124,7 @@ def _of_functions(functions: Iterable[Callable | str], without: Iterable[str]) -
 
 
 def _starts(function: Callable) -> Iterator[str]:
-    """Yields where a function and those that it was made with (partials, cells) are defined."""
+    """Yields the places of a function's definition, and of functions in its partials and cells."""
     if isinstance(function, partial):
         given = (*function.args, *function.keywords.values())
         yield from _starts(function.func)

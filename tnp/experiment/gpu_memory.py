@@ -23,7 +23,7 @@ class Busy(RuntimeError):
 
 
 def limit_gb() -> float | None:
-    """Returns the GB that TNP_GPU_GB allows a process, or None where it is not set.
+    """Returns the GB that TNP_GPU_GB allows a process, or None if it is not set.
 
     Raises:
         ValueError: TNP_GPU_GB is no positive number.

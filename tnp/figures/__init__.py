@@ -9,10 +9,8 @@ import vl_convert
 
 from tnp.figures import pages
 from tnp.figures.layout import PHONE, SCREEN, Layout
-from tnp.figures.story import STORY
+from tnp.figures.story import FIGURES
 from tnp.util.atomic_files import replacing
-
-FIGURES = tuple(name for figures in STORY.values() for name in figures)
 
 PNG_SCALE = 2  # pixels per CSS pixel
 

@@ -58,7 +58,7 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
         for end in ("base", "full")
     )
     said = {
-        "alone": "Upper bars, added to PyTorch's: how much shorter a training step gets by this "
+        "alone": "Upper bars, added to PyTorch's: how much shorter a training step becomes by this "
         f"component alone, in {base}.",
         "last": "Lower bars, taken from ours: how much longer it gets without this component, in "
         f"{full}.",
@@ -66,7 +66,7 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
     subtitle = [
         " ".join(said[end] for end in _ends(rows)),
         "Whiskers: 95% interval. Numbers: how many times as long the step without the component "
-        "takes. The two bars of a component differ where components share what they save. Hollow: "
+        "takes. The two bars of a component differ if components share a saving. Hollow: "
         f"{theme.WITHOUT_EVIDENCE}.",
     ]
     return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle, layout)
@@ -93,7 +93,7 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
                 return f"No component measurably shortens our step on {device['name']}"
             hollow = "" if best["verdict_last"] else f" ({theme.WITHOUT_EVIDENCE})"
             return (
-                f"Of our components {best['component']} gains most on {device['name']}{hollow}: "
+                f"Among our components {best['component']} gains most on {device['name']}{hollow}: "
                 f"without it a step at {best['shape']} takes {theme.times(best['speedup_last'])} "
                 "the time"
             )

@@ -13,13 +13,13 @@ from tnp.store.schemas import ROLES
 Row = dict[str, Any]
 
 BASELINE_COLOR = "#6e7781"
-# One for each of PyTorch's variants and implementations: two in a panel are never the same.
+# PyTorch's variants and implementations. Two in a panel always differ.
 PYTORCH_COLORS = [
     "#0072B2", "#56B4E9", "#332288", "#44AA99", "#117733", "#88CCEE",
     "#7B6FD0", "#003F5C", "#8FBC5A", "#4B0082", "#00A6A6", "#A7B8E8",
 ]  # fmt: skip
 OWN_COLORS = ["#D55E00", "#E69F00", "#882255", "#CC79A7", "#AA4499", "#DDCC77"]
-# By role. There are two plain forms: a step's and attention's, and the other operators'.
+# Colours by role. Two plain forms share one: that of a step, and that of the operators.
 COLORS = {"baseline": [BASELINE_COLOR], "peer": PYTORCH_COLORS, "own": OWN_COLORS}
 
 

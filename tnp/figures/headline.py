@@ -18,16 +18,16 @@ SHAPES = 5  # at most
 GREY = "#757b82"  # 4.2 : 1 on white and 4.5 : 1 on GitHub's dark page
 LABEL_ROOM = 1.35  # of the longest bar, for the text right of it
 
-# Role → what its bar is called, and its colour.
+# Role → name and colour of its bar.
 BARS = {
     "baseline": (words("sdpa_flash"), "#8c959f"),
     "peer": (words("pytorch_best"), "#2f81c7"),
     "own": (words("fused"), "#d9661f"),
 }
 
-# Of ours the one that `leads`, of the other roles the fastest; with evidence, or without where none
-# has any. The specification's step has no switches. What is known not to count is left out, and so
-# are streams of tasks whose sizes vary: tables of their own compare them.
+# Selects our step that `leads`, and the fastest of the other roles, with evidence if there is any.
+# The specification's step has no switches. Invalid steps are left out, and streams of tasks whose
+# sizes vary, which have their own tables.
 QUERY = """
     select *
     from speedup
@@ -43,7 +43,7 @@ QUERY = """
     order by n_context, n_target, batch desc, role
 """
 
-# A step of ours that counts has no bar where the plain step beside it does not.
+# A valid step of ours has no bar if the plain step beside it is not valid.
 LEFT_OUT = """
     select distinct shape, why_no_speedup
     from speedup
@@ -121,8 +121,8 @@ def _chart(
         subtitle=[
             f"Speed of a training step as a multiple of plain PyTorch's; "
             f"{', '.join(filter(None, [_dtypes(bars), when]))}.",
-            "PyTorch's best: compiled, with every saving that PyTorch can have. Ours: our kernels.",
-            "Whiskers: 95% interval, of ours against PyTorch's best."
+            "PyTorch's best: compiled, with every saving that PyTorch offers. Ours: our kernels.",
+            "Whiskers: 95% interval; for ours, that against PyTorch's best."
             + (" Without: not timed beside plain PyTorch." if apart else "")
             + (f" Hollow: {theme.WITHOUT_EVIDENCE}." if hollow else ""),
             *(f"Not drawn: {row['shape']}, since {row['why_no_speedup']}." for row in left_out),
@@ -130,7 +130,7 @@ def _chart(
     )
     chart = alt.layer(
         *theme.filled_or_hollow(base.encode(x=x, color=color), "bar", height=BAR_HEIGHT),
-        # Dark on light: one of the two is seen on any page.
+        # A dark line on a light one: any page shows one of the two.
         measured.mark_rule(color="white", strokeWidth=9),
         measured.mark_rule(color=theme.INK, strokeWidth=5),
         text.mark_text(align="left", dx=8, fontSize=14, fontWeight=600, color=GREY),

@@ -1,9 +1,9 @@
 """Shows the host's time of whole training steps and of eager calls, beside PyTorch's.
 
-Reads the views `step_host` and `host`. A panel for each device, processor and shape has a bar of
-the host's time for each form of a step, and a tick of its time in a loop. A panel for each device,
-operator and problem has a bar for each implementation and kind of call, in µs of the host's time
-while the device waits.
+Reads the views `step_host` and `host`. A panel for each device, processor and shape has a line for
+each form of a step: a bar of the host's time, and a tick of the time in a loop. A panel for each
+device, operator and problem has a bar for each implementation and kind of call. It is in µs of the
+host's time while the device waits.
 """
 
 import json
@@ -29,14 +29,14 @@ PASSES = {
 }
 
 STEPS_EXPLAINED = [
-    "Training steps: the bar is the host's time, from the call until it returns on an idle device, "
-    "and in brackets how many times that of PyTorch's fastest form without a CUDA graph. The tick "
-    "is the time of a step in a loop, of the device or the host, whichever takes longer.",
+    "Training steps: the bar is the host's time, from the call until it returns on an idle device. "
+    "In brackets: that time divided by that of PyTorch's fastest form without a CUDA graph. The "
+    "tick is the time of a step in a loop: the device's or the host's, whichever is longer.",
 ]
 CALLS_EXPLAINED = [
-    "Calls: the host's time for one call, launched asynchronously at sizes where the device waits; "
-    "no CUDA graph. “One of many” is the slope between a chain of calls and a single one: the way "
-    "to autograd's own thread and back is paid once a chain.",
+    "Calls: the host's time for one call, at sizes where the device waits for the host, without a "
+    "CUDA graph. “One of many” is the slope between a chain of calls and a single call: a chain "
+    "goes to autograd's thread and back only once.",
 ]
 STEP_TOOLTIP = [
     alt.Tooltip("line:N", title="step"),
@@ -95,7 +95,7 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
     subtitle = [
         *(STEPS_EXPLAINED if steps else []),
         *(CALLS_EXPLAINED if calls else []),
-        "All that a panel shows took turns in one process.",
+        "All steps or calls of a panel took turns in one process.",
     ]
     return theme.page(theme.stacked(blocks), finding(steps, calls), subtitle, layout)
 
@@ -120,10 +120,10 @@ def finding(steps: list[Row], calls: list[Row]) -> str:
         return said
     ratios = [row["times_base"] for row in calls if row["own"] and row["times_base"] is not None]
     if not ratios:
-        return "What steps and eager calls cost the host"
+        return "Host time of steps and eager calls"
     return (
-        f"An eager call of ours takes the host {min(ratios):.2f} to {max(ratios):.2f} times what "
-        "PyTorch's takes"
+        f"An eager call of ours takes {min(ratios):.2f} to {max(ratios):.2f} times as much host "
+        "time as PyTorch's"
     )
 
 

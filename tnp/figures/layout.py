@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import altair as alt
 
-PHONE_PANEL_WIDTH = 318  # px; with the ends of its axis some 340
+PHONE_PANEL_WIDTH = 318  # px; about 340 with the ends of its axis
 LABEL_CHARACTER_WIDTH = 6.8  # px, of an axis label
 LABEL_HEIGHT = 18  # px, of a label above its line
 NUMBERS_WIDTH = 50  # px, of the numbers of a y axis and its name

@@ -17,7 +17,7 @@ from tnp.figures.words import words
 
 TOOLTIP = ["variant:N", "switch:N", "evidence:N", "large:N", "small:N"]
 CELL_WIDTH, CELL_HEIGHT = 145, 40  # px
-PHONE_CELL_WIDTH = 79  # px, of four abreast; a cell has time and memory on lines of their own
+PHONE_CELL_WIDTH = 79  # px, four side by side; time and memory have separate lines
 PHONE_CELL_HEIGHT, PHONE_CHARACTERS = 54, 12  # px and on a line
 COLUMNS = 1  # tables abreast
 COLORS = ["#b58cc4", "#f6f5f6", "#5fb76b"]  # slower, as fast, faster: black text reads on all
@@ -51,11 +51,10 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
     subtitle = [
         f"Large: speedup of the training step against {words('sdpa_flash')} at the same "
         "shape. Small: median step time and peak memory. Green is faster, purple slower. Empty: "
-        "nothing was run. Grey has no speedup: it failed, does not count, or is not compared with "
+        "nothing was run. Grey has no speedup: it failed, is not valid, or is not compared with "
         "a plain step.",
-        f"Coloured at the edge alone: {theme.WITHOUT_EVIDENCE}. Outlined: the fastest with "
-        "evidence, and all within 1% of it. No error bars in a table: the figure speedup has the "
-        "intervals.",
+        f"Only the edge is coloured: {theme.WITHOUT_EVIDENCE}. Outlined: the fastest with "
+        "evidence, and all within 1% of it. The figure speedup has the intervals.",
     ]
     return theme.page(theme.stacked(blocks), finding(cells, devices), subtitle, layout)
 
@@ -114,7 +113,7 @@ def _small(values: Row, memory: float | None) -> list[str]:
 def _table(
     cells: list[Row], variants: list[str], octaves: int, layout: Layout
 ) -> alt.TopLevelMixin:
-    """Draws the shape's lines and columns. Those where nothing ran are left out."""
+    """Draws the shape's lines and columns, without those where nothing ran."""
     cells = [cell for cell in cells if cell["status"]]
     present = [name for name in variants if any(cell["variant"] == name for cell in cells)]
     combinations = [name for name in switches.NAMES if any(c["switch"] == name for c in cells)]

@@ -21,7 +21,7 @@ TOOLTIP = [
     alt.Tooltip("peak_memory_gib:Q", format=".4~r", title="peak, GiB"),
 ]
 
-# Without its optimizer a step is another configuration: a line of its own.
+# A step without its optimizer is another configuration, on another line.
 NO_OPTIMIZER = " (no optimizer)"
 QUERY = """
     select * from memory
@@ -55,10 +55,10 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
     subtitle = [
         "Peak memory of a training step in GiB (2³⁰ bytes), weights and optimizer state included: "
         "bytes in PyTorch's allocator on a GPU, resident bytes of the process on a CPU.",
-        "Left numbers: with checkpointing. Right numbers: without. A CUDA graph changes a tenth at "
-        "most, and its mark may hide that of the step without. At large our MLP computes its "
-        "hidden layer again without checkpointing too. No error bars: runs allocate alike. Each "
-        f"shape has its own scale. Hollow: {theme.WITHOUT_EVIDENCE}.",
+        "Left numbers: with checkpointing. Right numbers: without. A CUDA graph changes at most a "
+        "tenth, and its mark may hide the mark of the step without it. At large, our MLP "
+        "recomputes its hidden layer also without checkpointing. Runs allocate equally, so there "
+        f"are no error bars. Each shape has its own scale. Hollow: {theme.WITHOUT_EVIDENCE}.",
     ]
     return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle, layout)
 
@@ -119,7 +119,7 @@ def _panel(
         | {
             "switch": switches.name(row),
             "label": theme.number(row["peak_memory_gib"]),
-            # A row whose time does not count says as much of memory as one whose time does.
+            # Memory is valid even if the row's time is not.
             "valid": row["valid"] is not None,
         }
         for row in rows
@@ -133,7 +133,7 @@ def _panel(
     scale = alt.Scale(domain=[0, longest * LABEL_ROOM], nice=False)
     x = alt.X("peak_memory_gib:Q", scale=scale, title="peak memory, GiB").axis(tickCount=4)
     color = alt.Color("color:N", scale=colors, legend=None)
-    # Of bars that overlap the longest is seen, of equal marks the last.
+    # The longest of overlapping bars is visible, and the last of equal marks.
     bars = data.drawing(_most(measured, "variant")).encode(x=x, color=color, y=y)
     marks = data.drawing(measured).encode(x=x, color=color, y=y)
     numbers = data.drawing(_most(measured, "variant", "checkpoint")).encode(

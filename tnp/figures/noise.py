@@ -14,8 +14,8 @@ from tnp.figures.layout import LABEL_HEIGHT, Layout
 
 PANEL_WIDTH = 640  # px
 MARK_HEIGHT = 16  # px
-MARGIN = 0.01  # what is within 1 % counts as the same
-RIGHT, WRONG = "#0072B2", "#D55E00"  # not told apart, as is right; called faster or slower
+MARGIN = 0.01  # times within 1 % are the same
+RIGHT, WRONG = "#0072B2", "#D55E00"  # called the same; called faster or slower
 
 QUERY = """
     select
@@ -77,11 +77,10 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
         blocks.append(layout.block([panel], device["name"], said, 1))
     subtitle = [
         "Each mark compares two equal things: two copies of one implementation in a job, or two "
-        "runs of one training step. The true ratio is 1, and its 95% interval, which the tooltip "
-        "has, should contain 1 in at least 93% of the comparisons. Grey band: within 1% of 1. "
+        "runs of one training step. The true ratio is 1. The 95% intervals (in the tooltips) "
+        "should contain 1 in at least 93% of the comparisons. Grey band: within 1% of 1. "
         "Numbers: comparisons, and their root mean square distance from 1.",
-        "A tall orange mark was called faster or slower, which is wrong, and should be so for at "
-        "most 1% of them.",
+        "A tall orange mark was wrongly called faster or slower, as at most 1% should be.",
     ]
     return theme.page(theme.stacked(blocks), finding(rows), subtitle, layout)
 

@@ -1,7 +1,7 @@
 """Shows how each of our operators compares with the fastest other implementation, size by size.
 
 Reads the view `operator_speedup`. A panel for each device, operator and study has a line for each
-size, and a mark for each pass: our fastest implementation at that size. A study of many sizes is
+size. A mark for each pass shows our fastest implementation at that size. A study of many sizes is
 drawn as a distribution.
 """
 
@@ -17,8 +17,8 @@ PEER_ROOM = 140  # px right of a panel, for the peers' names
 MARK_HEIGHT = 16  # px
 DISTRIBUTION_HEIGHT = 150  # px
 COLUMNS = 2  # panels abreast
-MOST_SHAPES = 32  # of a study that has a line for each
-EDGES = 0.25, 4.0  # ratios beyond are drawn at the edge; the tooltip has their number
+MOST_SHAPES = 32  # a study of more shapes is drawn as a distribution
+EDGES = 0.25, 4.0  # ratios beyond are drawn at the edge; the tooltip has the number
 COLORS = {"faster": "#D55E00", "slower": "#0072B2"}  # by verdict; any other is grey
 
 QUERY = """
@@ -94,12 +94,12 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
         said = data.recorded(connection, "roofline", device)
         blocks.append(layout.block(panels, device["name"], said, COLUMNS))
     subtitle = [
-        "Time of the fastest implementation that is not ours ÷ time of our fastest, on the same "
-        "numbers, in turn in one process: right of the line ours is faster. Bars: 95% interval. "
-        "Below 0.25× and beyond 4× a mark stands at the edge. Beside each size: who is the fastest "
-        "of the others, forward.",
-        "Orange: called faster, blue: called slower, by more than 1% and allowing for how many are "
-        "compared. Grey: neither, or no evidence.",
+        "Time of the fastest other implementation ÷ time of our fastest, on the same numbers, in "
+        "turn in one process: right of the line ours is faster. Bars: 95% interval. Marks below "
+        "0.25× and beyond 4× stand at the edge. Beside each size: the fastest other "
+        "implementation, forward.",
+        "Orange: faster, blue: slower, by more than 1%, corrected for the number of comparisons. "
+        "Grey: neither, or no evidence.",
     ]
     return theme.page(theme.stacked(blocks), finding(rows), subtitle, layout)
 
@@ -108,11 +108,11 @@ def finding(rows: list[Row]) -> str:
     """Counts verdicts of faster and slower."""
     verdicts = [row["verdict"] for row in rows if row["verdict"] != "none"]
     if not verdicts:
-        return "Operators of ours beside the fastest of everybody else's"
+        return "Our operators beside the fastest other implementations"
     faster, slower = verdicts.count("faster"), verdicts.count("slower")
     return (
-        f"Of {len(verdicts):,} timings of ours beside the fastest of everybody else's, {faster:,} "
-        f"are faster and {slower:,} slower"
+        f"In {len(verdicts):,} comparisons with the fastest other implementation, ours is faster "
+        f"in {faster:,} and slower in {slower:,}"
     )
 
 
@@ -146,7 +146,7 @@ def _distribution(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
             f"{theme.sentence(rows[0]['op'])}, {sizes} sizes",
             [
                 f"study {rows[0]['study']}",
-                "A mark's height: the share of these sizes at which ours is at most as fast.",
+                "Height of a mark: the share of sizes whose ratio is at most that of the mark.",
             ],
         ),
     )

@@ -17,7 +17,7 @@ COLUMNS = 1
 LINE_HEIGHT = 18  # px
 TEXT_ROOM = 1.15  # of the axis, right of it
 
-# Column of the view → what its mark is called, the colour and the shape.
+# Column of the view → name, colour and shape of its mark.
 MEASURES = {
     "sm_percent": ("SM throughput", "#D55E00", "circle"),
     "dram_percent": ("DRAM throughput", "#0072B2", "diamond"),
@@ -56,12 +56,12 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
         when = data.recorded(connection, "profiled_passes", device)
         blocks.append(layout.block(panels, device["name"], when, COLUMNS))
     subtitle = [
-        "Of the kernel of each pass that takes longest, in percent of what the device can do at "
-        "most. Occupancy: warps that were active, of those that an SM can hold. Each line has the "
-        "time of all kernels of its pass. What warps of the longest one wait for is in percent of "
-        "their time between two instructions; the tooltips have it too, and the kernel's name.",
-        "From Nsight Compute, which runs each kernel alone, several times, with cold caches and "
-        "the clocks as they are: these times are no benchmark.",
+        "Marks show the longest kernel of each pass, in percent of the device's peak. Occupancy: "
+        "active warps, in percent of those that an SM can hold. Each line has the time of all "
+        "kernels of its pass. It also says what warps of the longest kernel wait for, in percent "
+        "of their time between two instructions. The tooltips have the kernel's name.",
+        "Nsight Compute runs each kernel alone, several times, with cold caches and unlocked "
+        "clocks: these times are no benchmark.",
     ]
     return theme.page(theme.stacked(blocks), finding(rows), subtitle, layout)
 

@@ -17,12 +17,12 @@ from tnp.figures.layout import LABEL_HEIGHT, Layout
 PANEL_WIDTH, PANEL_HEIGHT = 410, 260  # px
 MARK_HEIGHT = 16  # px
 LABEL_ROOM = 1.3  # of the roofline, right of it
-MOST_SHAPES = 32  # of an operator; of more, those of the neural process alone
-CLOSE_DECADES = 1.0  # of intensity: shapes nearer to each other would overprint
+MOST_SHAPES = 32  # an operator with more shows only those of the neural process
+CLOSE_DECADES = 1.0  # of intensity; labels that are nearer would overlap
 PASSES = ("forward", "backward")
 SHAPE_LABEL = {"fontSize": 11, "color": theme.MUTED}
 
-# What a mark stands for → its colour, shape and size.
+# Kind of a mark → its colour, shape and size.
 OURS, OTHER, ELSE = "ours, the fastest there", "the fastest of the others", "all else"
 MARKS = {
     OURS: ("#D55E00", "circle", 90),
@@ -67,10 +67,10 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
         for of_op in data.grouped(of_device, "op"):
             op = of_op[0]["op"]
             passes = [name for name in PASSES if any(row["pass"] == name for row in of_op)]
-            # Of this operator alone: with room for the longest of all two panels do not fit.
+            # Labels of this operator only: with room for the longest of all, two panels do not fit.
             labels = list(dict.fromkeys(row["shape"] for row in of_op))
             points = {name: _points(of_op, name) for name in passes}
-            # Where no operations are counted, on a log axis of them there is nothing to draw.
+            # An operator without counted operations has nothing on a log axis of operations.
             counted = op == of_device[0]["op"] and any(row["tflops"] for row in of_op)
             panels = [_roofline(points[name], name, layout) for name in passes if counted]
             panels += [_shares(of_op, points[name], name, labels, layout) for name in passes]
@@ -80,11 +80,11 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
             when = data.recorded(connection, "roofline", device, keys)
             blocks.append(layout.block(panels, title, data.joined([when, dtypes]), len(passes)))
     subtitle = [
-        "The roofline is the most that the device can do: the rate of a large matmul or of a "
-        "memory copy, whichever binds, both measured on it; what hardly writes is held against a "
-        "sum that only reads, where that was measured. Medians "
-        "with cold caches; whiskers: the shortest and the longest run. Intensity: operations per "
-        "byte, where each operand passes through memory once.",
+        "The roofline is the limit of the device: the measured rate of a large matmul or of a "
+        "memory copy, whichever binds. Operators that write little are compared with a measured "
+        "sum, which only reads. Points are medians with cold caches; whiskers: the shortest and "
+        "the longest run. Intensity: operations per byte, if each operand passes through memory "
+        "once.",
         "“All else” are slower implementations, ours and others'; the tooltips name them. Hollow: "
         f"{theme.WITHOUT_EVIDENCE}.",
     ]
@@ -204,7 +204,7 @@ def _roof(rows: list[Row]) -> list[Row]:
     """Returns the roofline's corners, twice beyond the intensities of `rows` on both sides."""
     if not rows:
         return []
-    # Of implementations in several number formats the lowest: the others' points lie above it.
+    # The lowest roof of several number formats: points of the others lie above it.
     compute = min(row["ceiling_tflops"] for row in rows)
     copy = min(row["ceiling_gb_per_s"] for row in rows)
     ridge = compute / copy * 1000

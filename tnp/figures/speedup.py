@@ -16,7 +16,7 @@ from tnp.figures.words import words
 
 PANEL_WIDTH = 345  # px
 COLUMNS = 2  # panels abreast
-LABEL_ROOM = 0.6  # of the axis up to its fastest mark, for the label right of that
+LABEL_ROOM = 0.6  # of the axis up to its fastest mark, for the label right of it
 
 PLAIN = words("sdpa_flash")
 
@@ -58,12 +58,11 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
     subtitle = [
         f"Speedup: time of a training step of {PLAIN} (no checkpointing, no CUDA graph) ÷ "
         "that of the configuration, on the same device, shape and dtype. Numbers: each line's "
-        "fastest, with the 95% interval where the two were timed in one session; bold is the "
-        "fastest with evidence or, of several within 1% of it, the one with the surest lead. "
+        "fastest, with the 95% interval if both were timed in one session; bold is the fastest "
+        "with evidence. If several lie within 1% of it, bold is the one with the surest lead. "
         "Dashed line: PyTorch's fastest configuration at that shape.",
-        f"Hollow: {theme.WITHOUT_EVIDENCE}, and so without an interval and a verdict. Called "
-        "faster or slower: where the interval clears 1× by more than 1%, allowing for how many "
-        "are compared.",
+        f"Hollow: {theme.WITHOUT_EVIDENCE}, so without an interval and a verdict. Faster or "
+        "slower: the interval clears 1× by more than 1%, corrected for the number of comparisons.",
     ]
     return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle, layout)
 

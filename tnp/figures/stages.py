@@ -1,7 +1,7 @@
 """Shows where the device time of a training step goes, stage by stage, ours beside PyTorch's best.
 
-Reads the view `stage_share`. A panel for each device and shape has a line for each stage and pass,
-with a bar for our fastest step and one for the fastest other.
+Reads the view `stage_share`. A panel for each device and shape has a line for each stage and pass.
+Its bars are our fastest step and the fastest other step.
 """
 
 import altair as alt
@@ -13,7 +13,7 @@ from tnp.figures.layout import Layout
 
 PANEL_WIDTH = 620  # px
 COLUMNS = 1  # panels abreast
-BAR_HEIGHT = 13  # px, of one of a line's two
+BAR_HEIGHT = 13  # px; a line has two bars
 PALE = alt.value(0.4)
 SIZES = ("shape", "batch", "n_context", "n_target", "dtype")  # of steps that are compared
 
@@ -54,11 +54,11 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
         panels = [_panel(of_sizes, labels, colors, layout) for of_sizes in of_all_sizes]
         blocks.append(layout.block(panels, device["name"], measured, COLUMNS))
     subtitle = [
-        "Device time of a step's kernels and copies, in ms: median over steps that the profiler "
-        "watched, in passes of their own. Of ours, and of PyTorch's, the fastest step at each "
-        "size. Stages are summed over layers; backward includes what checkpointing recomputes.",
-        "“Other” is what no stage can be told of: casts of weights ahead of the forward pass, "
-        "copies, sums of gradients, and kernels that the compiler made of two stages alike. "
+        "Device time of a step's kernels and copies, in ms: the median over separate steps under "
+        "the profiler. Bars show our fastest step and the fastest other step at each size. Stages "
+        "are summed over layers; backward includes recomputation by checkpointing.",
+        "“Other” belongs to no stage: casts of weights ahead of the forward pass, copies, sums of "
+        "gradients, and kernels that the compiler made of two stages. "
         f"Pale: {theme.WITHOUT_EVIDENCE}.",
     ]
     return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle, layout)

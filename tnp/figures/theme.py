@@ -13,7 +13,7 @@ import altair as alt
 from tnp.figures.data import Row, drawing
 from tnp.figures.layout import LABEL_HEIGHT, OWN_LINES, Layout
 
-Encodings = dict[str, alt.Y | alt.YOffset]  # which line of a panel a row stands on
+Encodings = dict[str, alt.Y | alt.YOffset]  # the line of a panel on which a row stands
 
 INK, MUTED, RULE = "#1f2328", "#59636e", "#e4e7eb"
 FONT = "Helvetica, Arial, 'Liberation Sans', sans-serif"

@@ -1,8 +1,9 @@
 """Shows whether the model learns from its context, and whether it learns alike through our kernels.
 
 If view `training_equivalence` compares runs, their losses and differences (`training_differences`)
-come first. View `training_curves` gives a panel for each device and run: held-out log-likelihood, a
-control with the context's y permuted, and the values of an exact and of an ignorant predictor.
+come first. View `training_curves` gives a panel for each device and run: the held-out
+log-likelihood, and a control with the context's y permuted. It also has the values of an exact
+predictor and of one that ignores the context.
 """
 
 import altair as alt
@@ -77,9 +78,9 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
         if panels:
             blocks.append(layout.block(panels, f"{EVALUATED}, on {device['name']}", when, COLUMNS))
     subtitle = [
-        "Log-likelihood: mean over target values of tasks that were not trained on, in nats; "
-        "higher is better. Shuffled: the same tasks with the context's y permuted, which must be "
-        "worse where the model uses its context; its line is cut off far below the others.",
+        "Log-likelihood: mean over target values of held-out tasks, in nats; higher is better. "
+        "Shuffled: the same tasks with the context's y permuted, which must be worse if the model "
+        "uses its context. That line is cut off far below the others.",
         "Band: 95% interval over held-out tasks. One seed each.",
     ]
     page = theme.stacked(blocks).resolve_scale(color="independent", strokeDash="independent")
@@ -154,7 +155,7 @@ def _panel(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
         for row in rows
         if row["heldout_log_likelihood_stderr"] is not None
     ]
-    # A model sure of a context that is wrong falls tens of nats below all that is to be compared.
+    # A confident model with a wrong context falls tens of nats below all other lines.
     control = SERIES["heldout_log_likelihood_shuffled"][0]
     values = [point["value"] for point in points if point["series"] != control] + [
         end for row in band for end in (row["low"], row["high"])
@@ -247,7 +248,7 @@ def _paired_panels(
     variants = [pairs[0]["baseline_variant"], *(pair["variant"] for pair in pairs)]
     scale = data.variant_colors(connection)
     of_variant = dict(zip(scale.domain, scale.range, strict=True))
-    # A run is known by its variant, unless another has the same.
+    # A run is called by its variant, unless another run has the same variant.
     called = variants if len(set(variants)) == len(variants) else runs
     names = dict(zip(runs, called, strict=True))
     colors = alt.Scale(domain=called, range=[of_variant[variant] for variant in variants])

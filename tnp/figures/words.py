@@ -67,7 +67,7 @@ WORDS = {
     "embed": "embedding",
 }
 
-# The same where there is room for it.
+# Longer titles.
 EXPLAINED = {
     "sdpa_cudnn_padded": "PyTorch with cuDNN's attention and a padded hidden width, uncompiled",
     "fused": "our step with all components",

@@ -126,7 +126,7 @@ def gates_for(
 class Blocked(NamedTuple):
     """Says why gates stop something: the status of its rows, and the reason."""
 
-    status: str  # "gate_failed", or "killed" or "timeout" where a gate is not finished
+    status: str  # "gate_failed", or "killed" or "timeout" if a gate is not finished
     reason: str
 
 

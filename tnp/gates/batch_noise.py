@@ -88,7 +88,7 @@ def _like(model: TransformerNP, variant: Variant) -> TransformerNP:
 
 
 def ratios(model: TransformerNP, other: TransformerNP, batches: Sequence[Task]) -> dict[str, float]:
-    """Returns, by parameter, the gradients' difference over their deviation between batches."""
+    """Returns the gradients' difference over their deviation between batches, by parameter."""
     total, squares, differences = {}, {}, {}
     for batch in batches:
         _, gradients = models.gradients_by_tensor(model, batch)

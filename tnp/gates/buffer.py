@@ -1,11 +1,11 @@
 """Checks phase 10: the buffer gives the results of the full computation under an explicit mask.
 
-In float64, three results equal those of `masked`, except for the rounding of sums in another order:
-the training loss with its gradients, the joint density of one pass, and the density of points that
-enter one by one. In the model's dtype, every attention and all our operators come as near as
-PyTorch's formula does. Our kernels are checked with separate launches for each kind of row, and
-with one launch for all. On a GPU, captured joint samples equal launched ones. Two controls must
-fail: a diagonal that is one off, and a buffer taken for context.
+In float64, three results equal those of `masked`, except for rounding. They are the training loss
+with its gradients, the joint density of one pass, and the density of points that enter one by one.
+In the model's dtype, every attention and all our operators come as near as PyTorch's formula does.
+Our kernels are checked with separate launches for each kind of row, and with one launch for all. On
+a GPU, captured joint samples equal launched ones. Two controls must fail: a diagonal that is one
+off, and a buffer taken for context.
 """
 
 from collections.abc import Iterator

@@ -7,8 +7,8 @@ every implementation is then wrong by several per cent. Keys without that vector
 softmax and the same gradients in real numbers, and an accurate dq.
 
 `captured.pt` holds one head of each of three layers, on a held-out task: 128 rows of q and of the
-gradient of o, and 512 rows of k and v (at small all 64). The models are the specification's,
-trained by `fused` with AdamW at 1e-4 on one H200: 1,500 steps on Gaussian processes at small, and
+gradient of o, and 512 rows of k and v (64 at small). The models are the specification's, trained by
+`fused` with AdamW at 1e-4 on one H200. They took 1,500 steps on Gaussian processes at small, and
 600 on images at mid. A key is stored as two bfloat16 numbers, which a projection adds up.
 """
 

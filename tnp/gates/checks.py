@@ -60,13 +60,13 @@ class Unsupported(Exception):
 
 
 def distance(out: torch.Tensor, reference: torch.Tensor) -> float:
-    """Returns ‖out − reference‖ in float64; infinite where `out` is not finite."""
+    """Returns ‖out − reference‖ in float64; infinite if `out` is not finite."""
     out, reference = out.detach().double(), reference.detach().double()
     return (out - reference).norm().item() if torch.isfinite(out).all() else math.inf
 
 
 def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
-    """Returns ‖out − reference‖ / ‖reference‖ in float64; infinite where `out` is not finite."""
+    """Returns ‖out − reference‖ / ‖reference‖ in float64; infinite if `out` is not finite."""
     return distance(out, reference) / max(reference.detach().double().norm().item(), 1e-300)
 
 

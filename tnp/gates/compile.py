@@ -7,8 +7,8 @@ that the launches would compile is collected, specialized as at run time, and co
 process with TRITON_INTERPRET=1 holds interpreted functions, which cannot be compiled. So a child
 process compiles, and divides the work among its own processes.
 
-`tnp.gates.kept` keeps results by a hash of everything that decides them. Only what changed since is
-compiled.
+`tnp.gates.kept` keeps results by a hash of everything that decides them. Only kernels that have
+changed are compiled.
 """
 
 import argparse

@@ -17,7 +17,7 @@ _compiled: list[dict] = []  # in this process
 
 
 def kernel_rows() -> list[dict]:
-    """Returns rows of table `kernels`, without provenance, of what `checks` compiled."""
+    """Returns the rows of table `kernels` from `checks`, without provenance."""
     return [
         {name: value for name, value in row.items() if name not in _NOT_IN_THE_TABLE}
         for row in _compiled

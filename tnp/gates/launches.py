@@ -71,7 +71,7 @@ def _of_cases(operator: Operator, target: Target) -> Iterable[Problem]:
     """Returns the gate's largest problem for each dtype and options.
 
     bfloat16 stands for float16 too, which needs as many registers. float32 is compiled for one GPU
-    only, because a thread has equally many registers on all GPUs.
+    only: a thread has equally many registers on all GPUs.
     """
     dtypes = ("bfloat16", "float32") if target.capability == 90 else ("bfloat16",)
     largest: dict[tuple, Problem] = {}

@@ -1,7 +1,7 @@
 """Poisons memory that a kernel must not rely on: unwritten results, and memory beside inputs.
 
-A kernel may leave part of its result unwritten, or read past the end of an input, and still be
-right while that memory holds zeros. Here it holds NaN, and the largest value for integers.
+A kernel may leave part of its result unwritten, or read past the end of an input. It is still right
+while that memory holds zeros. Here it holds NaN, and the largest value for integers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keeps a gate's progress in a file, so that a gate that was ended goes on where it stopped.
+"""Keeps a gate's progress in a file, so that an interrupted gate continues where it stopped.
 
 The file has one JSON object a line. The first line names the code. Then each check adds a line, and
 each finished part adds one after its checks. The file stays when the gate's process is killed or

@@ -1,10 +1,9 @@
 """Checks phase 10: samples of different sizes are computed as if each stood alone.
 
-In float64, loss and gradients of a padded or packed batch equal those of its samples one by one,
-except for the rounding of sums in another order. Padding is NaN. In the model's dtype, every
-attention and all our operators come as near as PyTorch's own form of the unpadded samples. A model
-that takes padding for points must fail. Captured steps, with one graph for each bucket of sizes,
-equal the eager ones.
+In float64, loss and gradients of a padded or packed batch equal those of its single samples, except
+for rounding. Padding is NaN. In the model's dtype, every attention and all our operators come as
+near as PyTorch's own form of the unpadded samples. A model that takes padding for points must fail.
+Captured steps, with one graph for each bucket of sizes, equal the eager ones.
 """
 
 import math

@@ -74,7 +74,7 @@ class Setting:
     def of(
         cls, operator: Operator, found: Implementation, case: Case, device: torch.device
     ) -> Setting:
-        """Draws the inputs and computes what is expected."""
+        """Draws the inputs and computes the expected results."""
         drawn = operator.draw(case, Random(case, device))
         inputs = {name: drawn.get(name) for name in operator.tensors}
         options = dict(operator.call_options(case.problem))

@@ -180,7 +180,7 @@ def _answer(
         return "?", "installed; --load asks it"
     try:
         found = listed.implementation
-    except Exception as error:  # whatever importing it raises is the answer
+    except Exception as error:  # a failed import is the answer
         return "no", " ".join(f"{type(error).__name__}: {error}".split())
     if problem.dtype not in found.dtypes:  # of one it takes: the dtype is the problem's own
         problem = replace(problem, dtype=found.dtypes[0])

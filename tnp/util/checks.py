@@ -51,7 +51,10 @@ def require_real(name: str, value: SupportsFloat) -> float:
 
 
 def _python_number(value: Any) -> Any:
-    """Returns what a scalar of numpy or torch holds; None for arrays and for a masked scalar."""
+    """Returns the number in a scalar of numpy or torch, or None for arrays and masked scalars.
+
+    Other values are returned as they are.
+    """
     if not hasattr(value, "shape") or not hasattr(value, "item"):
         return value
     is_masked = getattr(value, "mask", False)

@@ -78,9 +78,7 @@ def plain(value: object) -> object:
 def plain_values(name: str, value: object) -> object:
     """Returns `plain` of a value that can be compared: numbers, texts, lists and dicts.
 
-    Raises TypeError naming a value of another type, such as a tensor.
-
-    Raises TypeError naming what it holds of another type, such as a tensor.
+    Raises TypeError naming a part of another type, such as a tensor.
     """
     value = plain(value)
     for at, each in _leaves(value, name):

@@ -145,13 +145,13 @@ def row_sum(x: Tensor, *, implementation: str = "torch") -> Tensor:
     """Sums over the last dimension, in float32.
 
     Args:
-        x: [..., width], any strides; a view of whole rows, as h[:, n:], is not copied. Ours take
-            bfloat16, float16 and float32.
+        x: [..., width], any strides; a view of whole rows, as h[:, n:], is not copied. Our
+            implementations take bfloat16, float16 and float32.
         implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
-        [...] in float32, or in float64 of float64, without a gradient; from ours contiguous, and
-        equal from run to run.
+        [...] in float32, or in float64 for float64, without a gradient. Our implementations return
+        contiguous tensors that are equal from run to run.
 
     Raises:
         ValueError: x has no dimensions, is no float or asks for a gradient.

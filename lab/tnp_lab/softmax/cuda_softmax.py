@@ -1,4 +1,4 @@
-"""Launches softmax in CUDA C++: `three_passes.cu` and `one_pass.cu`, whose comments teach."""
+"""Launches softmax in CUDA C++. Comments of `three_passes.cu` and `one_pass.cu` explain it."""
 
 from __future__ import annotations
 
