@@ -43,6 +43,7 @@ RAGGED = {
         ("bfloat16", 1, 1, 150, 125, 64, {"n_keys": True, "lengths": "109"}),
         ("bfloat16", 1, 1, 70, 64, 64, {}),
         ("bfloat16", 1, 1, 70, 250, 64, {}),
+        ("float32", 1, 2, 70, 40, 64, {"lse": True}),
     ],
 }  # fmt: skip
 
@@ -74,15 +75,15 @@ def pairs(found: Implementation, what: Call, tried: set[Form]) -> Iterator[Pair]
     """Yields pairs of kernels in which each has each of its configurations that is not tried."""
 
     def able(operation: Operation, saves: str | None = None) -> list[Form]:
-        """Returns every kernel with every configuration that it has here and on GPUs."""
-        targets = [what, *(replace(what, target=gpu) for gpu in GPUS)]
-        kernels = selection.kernels_of(operation, saves).values()
-        every = dict.fromkeys(
-            Form(kernel, config)
-            for kernel in kernels if kernel.refuses(what) is None
-            for one in targets for config in kernel.configs(one)
-        )  # fmt: skip
-        return [form for form in every if form not in tried] or list(every)[:1]
+        """Returns a kernel's default and every other configuration that it has here or on GPUs."""
+        found = []
+        for kernel in selection.kernels_of(operation, saves).values():
+            if kernel.refuses(what) is None:
+                targets = what, *(replace(what, target=gpu) for gpu in GPUS)
+                configs = dict.fromkeys(one for call in targets for one in kernel.configs(call))
+                default, *others = (Form(kernel, config) for config in configs)
+                found += [default, *(form for form in others if form not in tried)]
+        return found
 
     forward = able(found.forward)
     for saves in dict.fromkeys(form.kernel.saves for form in forward):
