@@ -116,8 +116,7 @@ def test_programs_walk_rows_and_columns(kernel, wanted, monkeypatch):
 
 
 def test_wide_rows_are_read_by_columns():
-    call = selection.describe(
-        OPERATOR, (torch.empty(1, 8193), torch.empty(1, 8193), torch.empty(8193)), wanted=("x",)
-    )
+    x, weight = torch.empty(1, 8193), torch.empty(8193)
+    call = selection.describe(OPERATOR, (x, x, weight), wanted=("x",))
     assert "at most 8192, not 8193" in code.HELD.refuses(call)
     assert code.CHUNKS.refuses(call) is None
