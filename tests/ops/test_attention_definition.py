@@ -42,7 +42,7 @@ def test_a_gate_has_the_controls_of_the_options_that_are_taken(implementation):
     assert cases.CONTROLS.keys() <= found.keys()
 
 
-@pytest.mark.parametrize("case", CASES[::3], ids=str)
+@pytest.mark.parametrize("case", [one for one in CASES if one["magnitude"] < 12], ids=str)
 def test_a_spot_is_the_formula_of_the_first_and_the_last_head(case, monkeypatch):
     monkeypatch.setattr(
         definition, "SCORES_AT_ONCE", 6 * case.problem["n_k"]
