@@ -5,14 +5,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import altair as alt
 import duckdb
 import pytest
 import vl_convert
 
 from tests.figures.views import CELLS, VIEWS
+from tnp.figures import draw
 
 Row = dict[str, Any]
 Build = Callable[..., Path]
+Drawn = Callable[..., alt.TopLevelMixin]
 
 WORDS = Path(__file__).parents[2] / "workflow" / "sql" / "words.sql"
 GPU, CPU = "nvidia-h200", "cpu"
@@ -40,6 +43,12 @@ def write(path: Path, **tables: list[Row]) -> Path:
 @pytest.fixture
 def build(tmp_path: Path) -> Build:
     return partial(write, tmp_path / "results.duckdb")
+
+
+@pytest.fixture
+def drawn(build: Build) -> Drawn:
+    """Draws a figure over rows by view, of an H200; `merged` puts parts together."""
+    return lambda figure, *parts: draw(figure, build(**merged(H200, *parts)))
 
 
 def sized(shape: str) -> Row:

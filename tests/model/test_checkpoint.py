@@ -1,6 +1,7 @@
 """Tests that a saved model predicts the same as any variant, and that no damaged one is used."""
 
 import copy
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -100,6 +101,24 @@ def assigned(model: TransformerNP) -> TransformerNP:
     return model
 
 
+IN_PLACE = [
+    lambda model: model.float(),
+    lambda model: model.half().float(),
+    lambda model: model.to(torch.bfloat16).to("cpu", torch.float32),
+]
+
+
+@pytest.mark.parametrize(
+    "cast",
+    [
+        *IN_PLACE,
+        assigned,
+        lambda model: model.type(torch.float64),
+        lambda model: copy.deepcopy(model).float(),
+        lambda model: pickle.loads(pickle.dumps(model)),
+        lambda model: model.to("meta").to_empty(device="cpu"),
+    ],
+)
 def test_units_are_exact_whatever_the_model_is_cast_to(cast):
     numbers = [[1.7e9 + 50.125], [10.1], [1e9 + 0.1], [1e-3]]
     model = TransformerNP(CONFIG, normalization=Normalization(*numbers))
