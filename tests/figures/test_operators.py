@@ -1,4 +1,4 @@
-"""Tests that figure `operators` says how many of our timings are faster and slower, one of ours a size."""
+"""Tests how many of our timings figure `operators` counts as faster and slower."""
 
 from tests.figures import conftest as sample
 from tests.figures.conftest import Drawn, title
