@@ -114,13 +114,6 @@ def test_sizes_that_no_task_has_are_named(tasks, sizes, message):
         tasks.sample(*sizes)
 
 
-def test_sizes_may_be_numbers_of_numpy_and_torch():
-    tasks, sizes = GaussianProcessTasks(), (0, 2, 1, 3, 5)
-    for number in (np.int64, np.array, torch.tensor):
-        task = tasks.sample(*map(number, sizes))
-        assert torch.equal(task.y_target, tasks.sample(*sizes).y_target)
-
-
 def test_arrays_become_tensors_of_their_precision() -> None:
     x, y = np.zeros((1, 3, 1)), np.zeros((1, 3, 1), np.float32)
     y_missing = np.ma.array(y, mask=[[[0], [1], [0]]])
