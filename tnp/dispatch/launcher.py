@@ -56,7 +56,7 @@ def compiled_only() -> Iterator[set[Any]]:
 
 
 class OtherLaunch:
-    """A prepared launch of a kernel that Triton does not compile. Each call begins with `tell`."""
+    """Launches a kernel that Triton does not compile. Each call begins with `tell`."""
 
     __slots__ = ()
     kernel: str  # "module:NAME"

@@ -257,7 +257,7 @@ def compiled(found: Implementation) -> Any:
 
 
 class Differentiated:
-    """Is the base class of plans that run behind `_Function`, the `autograd.Function` of all
+    """Serves as base class of plans that run behind `_Function`, the `autograd.Function` of all
     operators.
 
     A subclass has `forward(inputs, scalars)`, which returns the outputs and the saved tensors. Its

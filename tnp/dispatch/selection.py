@@ -29,7 +29,7 @@ CHECK_VARIABLE = "TNP_CHECK"  # "1": kernels assert on the device that numbers a
 
 
 class Refused(RuntimeError):
-    """A named implementation cannot serve a call; the sentence says why."""
+    """Says in one sentence why a named implementation cannot serve a call."""
 
 
 Forced = dict[str, tuple[str, object]]  # operation → kernel and configuration

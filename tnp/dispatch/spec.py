@@ -73,7 +73,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Case:
-    """A problem, and how its values are drawn. No choice depends on the values."""
+    """Holds a problem, and how its values are drawn. No choice depends on the values."""
 
     problem: Problem
     # Read by the operator's `draw`. With ("forward_only", True) no gate asks for gradients.

@@ -16,7 +16,10 @@ from tnp.tasks.task import Context, Task, without_padding
 
 
 class TransformerNP(Network):
-    """Is the model of the specification, run as `variant` says. `Network` lists the arguments."""
+    """Implements the model of the specification, run as `variant` says.
+
+    `Network` lists the arguments.
+    """
 
     def loss(self, task: Task) -> torch.Tensor:
         """Returns the mean negative log-likelihood per target in nats, a float32 scalar.

@@ -128,7 +128,7 @@ def _norm_columns_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     HAS_DSUM: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
-    """Program (c, p) takes columns c and every `num_programs(1)`-th group of ROWS rows.
+    """Takes columns c and every `num_programs(1)`-th group of ROWS rows in program (c, p).
 
     It writes the partial sums dweight[p], and if CENTERED dbias[p], of its columns.
     """

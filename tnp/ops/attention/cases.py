@@ -1,4 +1,4 @@
-"""The cases of attention's gate, its controls that must fail, and the errors of float32."""
+"""Holds the cases of attention's gate, its controls that must fail, and the errors of float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention with at most 256 keys: all keys in one tile, every tensor read and written once.
+"""Computes attention with at most 256 keys: all keys in one tile, each tensor read or written once.
 
 The keys and values of a head stay on chip while a program walks a chunk of its queries. One tile
 holds a whole row of scores, so softmax needs no running statistics. The backward pass computes dq,

@@ -1,4 +1,4 @@
-"""Parts that attention kernels share: tiles of rows, allocations, wrappers of launches."""
+"""Shares code of attention kernels: tiles of rows, allocations, wrappers of launches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Attention in PyTorch: the formula, and scaled_dot_product_attention with one backend forced.
+"""Computes attention in PyTorch: by the formula, and by one backend of SDPA.
 
 Functions import torch when they run: the declaration names them, and planning reads it without
 torch.

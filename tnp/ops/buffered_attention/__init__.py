@@ -1,4 +1,4 @@
-"""Attention of all rows around a causal buffer (`tnp.model.causal_buffer`) at once.
+"""Computes attention of all rows around a causal buffer (`tnp.model.causal_buffer`) at once.
 
 Keys are [context, buffer]. Rows of q are [context, buffer, followers, others], or only followers
 and others, as in a model's last block. Followers are groups of as many rows as the buffer has

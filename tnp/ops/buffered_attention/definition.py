@@ -1,4 +1,6 @@
-"""Attention around a causal buffer: its inputs, their work, its mask, and its gate's cases."""
+"""Defines attention around a causal buffer: its inputs, their work, its mask, and its
+gate's cases.
+"""
 
 from __future__ import annotations
 

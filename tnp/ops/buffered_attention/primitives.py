@@ -1,4 +1,4 @@
-"""Parts that both passes of attention around a buffer share: the rows of a tile, and their keys.
+"""Shares code of both passes of attention around a buffer: the rows of a tile, and their keys.
 
 Keys lie in blocks of 64. No block has keys both of the context and of the buffer. Rows are numbered
 as if rows that see equally many blocks were neighbours. The first and the last rows of q see only

@@ -1,4 +1,4 @@
-"""The backward pass of attention around a buffer, in one launch.
+"""Computes the backward pass of attention around a buffer, in one launch.
 
 A program takes a head, and one block of keys after the other. A block's gradients stay in registers
 while the program walks the rows that see it. The same program adds up dq in memory, in dq's dtype.

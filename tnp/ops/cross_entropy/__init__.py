@@ -1,4 +1,4 @@
-"""Cross-entropy of logits and target classes.
+"""Computes cross-entropy of logits and target classes.
 
     loss = mean over targets t that count of log Σ_j e^(x_j) − x_t
 

@@ -1,4 +1,4 @@
-"""Decode attention's inputs, their work, the cases of its gate, and the controls that must fail."""
+"""Defines decode attention's inputs, their work, the cases of its gate, and its controls."""
 
 from __future__ import annotations
 

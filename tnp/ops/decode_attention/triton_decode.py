@@ -1,4 +1,4 @@
-"""Decode attention in portable Triton: an equal share of the work for every program.
+"""Computes decode attention in portable Triton, with an equal share of the work for every program.
 
 A pair is a sequence and a kv head. A unit of work is a block of keys of one pair. To begin a pair
 costs START units more, in which no block is read. The units of all pairs form a row, and each

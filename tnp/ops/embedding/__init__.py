@@ -1,4 +1,4 @@
-"""The first embedding layer: context points and targets as rows of one tensor.
+"""Computes the first embedding layer: context points and targets become rows of one tensor.
 
     tokens = (x, y, −1) for context and (x, 0, +1) for targets    out = silu(tokens @ weightᵀ)
 

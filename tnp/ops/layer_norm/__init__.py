@@ -1,4 +1,4 @@
-"""LayerNorm.
+"""Computes LayerNorm.
 
     mean = mean_d x    rstd = 1/√(mean_d (x − mean)² + eps)    y = (x − mean) · rstd · weight + bias
 

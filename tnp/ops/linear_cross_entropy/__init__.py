@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear layer's logits, which are never all in memory.
+"""Computes cross-entropy of a linear layer's logits, which are never all in memory.
 
     loss = mean over targets t that count of log Σ_j e^(l_j) − l_t        l = x weightᵀ
 

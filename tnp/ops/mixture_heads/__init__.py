@@ -1,4 +1,4 @@
-"""Mixture heads: one small MLP for each of K components, all with the same input.
+"""Computes mixture heads: one small MLP for each of K components, all with the same input.
 
     out_k = silu(x up_kᵀ) down_kᵀ        out [..., K, O], O = 1 + 2·d_y
 

@@ -1,4 +1,4 @@
-"""The mixture heads' kernels for Hopper: the activations of the hidden layer stay in registers.
+"""Computes the mixture heads on Hopper: the activations of the hidden layer stay in registers.
 
 In the forward pass, a warpgroup takes all tiles of a head for its 128 rows, and adds up
 

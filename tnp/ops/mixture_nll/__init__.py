@@ -1,4 +1,4 @@
-"""Negative log-likelihood of targets under the Gaussian mixture that the heads predict.
+"""Computes targets' negative log-likelihood under the Gaussian mixture that the heads predict.
 
     nll = mean over targets of −logsumexp_k(log_softmax(logit_weight)_k + log N(y; mu_k, sigma_k²))
     sigma_k = exp(log_sigma_k) + sigma_min

@@ -1,4 +1,4 @@
-"""Feed-forward layer without biases, for each row by itself.
+"""Computes a feed-forward layer without biases, for each row by itself.
 
     y = silu(x upᵀ) downᵀ
 

@@ -1,4 +1,4 @@
-"""Products of matrices: plain, and with bias and GELU, the first half of GPT-2's feed-forward.
+"""Multiplies matrices: plain, and with bias and GELU, the first half of GPT-2's feed-forward.
 
     matmul         c = a b
     gelu_linear    y = gelu(x Wᵀ + b)    gelu(z) = ½ z (1 + tanh(√(2/π) (z + 0.044715 z³)))

@@ -1,4 +1,4 @@
-"""Projections without bias: a linear layer, and attention's queries, keys and values.
+"""Computes projections without bias: a linear layer, and attention's queries, keys and values.
 
     y = x wᵀ        q = x[:, first:] w_qᵀ    k = x[:, :n_k] w_kᵀ    v = x[:, :n_k] w_vᵀ
 

@@ -1,4 +1,4 @@
-"""RMSNorm, alone or after the residual addition.
+"""Computes RMSNorm, alone or after the residual addition.
 
     sum = x + update    rstd = 1/√(mean_d sum² + eps)    normalized = sum · rstd · weight
 

@@ -1,4 +1,4 @@
-"""RMSNorm after the residual addition, and the linear layer that reads it, as one operator.
+"""Computes RMSNorm after the residual addition, and the linear layer that reads it.
 
     sum = x + update        y = rms_norm(sum) wᵀ, or its SiLU
 

@@ -1,4 +1,4 @@
-"""RMSNorm and SwiGLU's elementwise part in one operator: a gated, normalized activation.
+"""Computes RMSNorm and SwiGLU's elementwise part: a gated, normalized activation.
 
     y = silu(gate) ∘ rms_norm(x) ∘ weight        rms_norm(x) = x / √(mean_d x² + eps)
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys together, alone or after RMSNorm (QK-norm).
+"""Rotates queries and keys by their positions (RoPE), alone or after RMSNorm (QK-norm).
 
 Pair i of a head's D elements is rotated by the angle of its token's position,
 

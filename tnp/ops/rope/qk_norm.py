@@ -1,4 +1,4 @@
-"""Rotary embedding after QK-norm: RMSNorm of every head of q and of k, each with a weight.
+"""Computes rotary embedding after QK-norm: RMSNorm of every head of q and of k, with two weights.
 
     x̂ = x / √(mean_D x² + eps)        result = rotated(x̂ · weight)
 

@@ -1,4 +1,4 @@
-"""Softmax over the last dimension.
+"""Computes softmax over the last dimension.
 
 y = e^(x − max x) / Σ e^(x − max x)
 

@@ -1,4 +1,4 @@
-"""SwiGLU: a gated feed-forward layer's elementwise part.
+"""Computes SwiGLU, a gated feed-forward layer's elementwise part.
 
     y = silu(gate) ∘ up        silu(z) = z / (1 + e^−z)
 

@@ -1,4 +1,4 @@
-"""A pre-norm transformer block of a neural process, as one operator.
+"""Runs a pre-norm transformer block of a neural process as one operator.
 
     h₁ = h + update                x₁ = rms_norm(h₁)
     q, k, v = project_qkv(x₁)      u = attention(q, k, v) w_outputᵀ

@@ -1,4 +1,4 @@
-"""Attention in 8 bits (e4m3): the calls that it takes, and its rounding in PyTorch for the gate.
+"""Defines attention in 8 bits (e4m3): its calls, and its rounding in PyTorch for the gate.
 
 `quantize` says how q, k and v are held. The same is computed here once more in PyTorch. `held`
 returns the rounded operands in float64. `rounded` returns the output in float64 with p rounded to
@@ -49,7 +49,9 @@ def work(case: Case, pass_: str) -> Work:
 
 
 class Head(NamedTuple):
-    """One head of one sample as 8 bits hold it, in float64 [L, D], with keys and values centred."""
+    """Holds one head of a sample, rounded to 8 bits, in float64 [L, D], with centred keys and
+    values.
+    """
 
     q: Tensor
     k: Tensor

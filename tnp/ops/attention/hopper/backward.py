@@ -1,4 +1,4 @@
-"""Attention backward for Hopper: the launches around the kernel of `dkdv`.
+"""Prepares attention backward for Hopper: the launches around the kernel of `dkdv`.
 
 `fused` adds dq up in float32 in device memory, in any order. `separate` adds it up in one order, so
 that dq is equal from run to run. Both first compute delta = Σ_d do·o and lse in padded rows

@@ -1,4 +1,4 @@
-"""dQ, dK and dV of attention for Hopper, in one launch.
+"""Computes dQ, dK and dV of attention for Hopper, in one launch.
 
 An item is 128 keys of a head. A program works on one item. A persistent program works on one after
 another: the next keys arrive in a second slot while it works. A slot is free when both consumers

@@ -1,4 +1,4 @@
-"""Rows of lse, delta and dq padded to whole tiles, which Hopper's backward kernel works on.
+"""Pads rows of lse, delta and dq to whole tiles, on which Hopper's backward kernel works.
 
 A row past the last query has an lse of +inf, and do is read as 0 there. So no loop over queries
 needs a mask. Each packed sequence begins with a tile of its own.
@@ -133,7 +133,7 @@ def _finish_dq_kernel(
 
 
 class PaddedRows:
-    """The padded rows of a call, and the launches that fill and read them.
+    """Holds the padded rows of a call, and the launches that fill and read them.
 
     Each head has `n` tiles of queries. A packed sequence has tiles of its own.
     """

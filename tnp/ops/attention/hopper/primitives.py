@@ -1,4 +1,4 @@
-"""Parts that attention's Gluon kernels share: tiles in shared memory, TMA descriptors of heads.
+"""Shares code of attention's Gluon kernels: tiles in shared memory, TMA descriptors of heads.
 
 A descriptor spans a whole [B, H, L, D] tensor of any strides. So views of a fused projection are
 read and written in place. Rows past the end read as 0 and are not written.

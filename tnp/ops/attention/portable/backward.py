@@ -1,4 +1,4 @@
-"""Attention backward in portable Triton: dk and dv, and dq, without atomics.
+"""Computes attention backward in portable Triton: dk and dv, and dq, without atomics.
 
 The probabilities are recomputed from q, k and the saved lse. With p = 2^(scale·log2(e)·q kᵀ − lse)
 and delta = Σ_d do·o:

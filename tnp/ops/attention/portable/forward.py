@@ -1,4 +1,4 @@
-"""Attention forward in portable Triton: online softmax over key tiles.
+"""Computes attention forward in portable Triton: online softmax over key tiles.
 
 For a tile of queries, with s = scale·log2(e)·q kᵀ and running row maximum m and row sum l:
 
