@@ -49,10 +49,7 @@ class Captures:
 
     @_nothing_collected()
     def capture(self, work: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
-        """Returns a function that replays `work`, and the result that each replay writes anew.
-
-        `work` must not wait for the device.
-        """
+        """Returns a function that replays `work`, and its result. `work` must not wait."""
         captured = None
         # Spare memory is not given back in a capture. The second try is outside of `except`,
         # because an error keeps alive all tensors of the failed work.
@@ -90,9 +87,7 @@ class Captures:
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """Runs the block on the stream, after the current stream's work and before its
-        later work.
-        """
+        """Runs the block on the stream, between the current stream's earlier and later work."""
         with torch.cuda.device(self._device):  # streams are the current device's
             stream, current = _stream(self._device), torch.cuda.current_stream()
             stream.wait_stream(current)
@@ -171,8 +166,5 @@ class GraphCache(Generic[Inputs]):
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns a device's stream for captures.
-
-    There is only one, because cuBLAS keeps memory for each.
-    """
+    """Returns a device's only stream for captures: cuBLAS keeps memory for each stream."""
     return torch.cuda.Stream(device)

@@ -94,7 +94,8 @@ def out_of_memory(*_, **__):
 def test_a_failure_of_one_implementation_is_its_row_alone(other, run, status, reason):
     """A wrong output is a failure too. None stands for cuDNN, which no CPU runs."""
     name = "sdpa_cudnn" if run is None else "other"
-    other(run)
+    if run is not None:
+        other(run)
     rows = measured(implementations={one: f"tiny--{one}" for one in ("sdpa_flash", name)})
     for pass_ in ("forward", "backward"):
         row = rows[name, pass_]
@@ -225,7 +226,7 @@ def test_an_impossible_rate_is_an_error():
     assert rates("Some GPU of 2030", 1e6, 1e6)["tflops"] == 1e6
     assert rates(h200, 1200.0, 4200.0, "e4m3")["tflops"] == 1200.0
     assert_refused(
-        (lambda: rates(h200, 600.0, 0.0, "tf32"), "600 TFLOP/s"),
+        (lambda: rates(h200, 600.0, 0.0, "tf32"), "TFLOP/s is above"),
         (lambda: rates(h200, 1200.0, 4200.0), "1200 TFLOP/s"),
         (lambda: rates(h200, 0.0, 5000.0), "5000 GB/s"),
         error=measure.AboveCeiling,

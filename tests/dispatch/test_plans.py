@@ -52,7 +52,7 @@ CALLS = {
 
 @pytest.fixture
 def decisions(monkeypatch) -> list[str]:
-    """What was asked to decide anything, in order."""
+    """Notes which functions are asked to decide anything, in order."""
     found: list[str] = []
 
     def counting(name, function):

@@ -173,18 +173,8 @@ def test_a_helper_changes_exactly_what_reaches_it(fingerprint) -> None:
     assert fingerprint(PLAIN, edit) == fingerprint(PLAIN)
 
 
-def test_a_moved_file_is_the_same_code(fingerprint) -> None:
-    moved = [
-        ("tnp/helpers.py", "tnp/parts/helpers.py"),
-        ("tnp/double/kernels.py", "tnp.helpers", "tnp.parts.helpers"),
-        ("tnp/double/other_kernels.py", "tnp.helpers", "tnp.parts.helpers"),
-        ("tnp/double/kernels.py", "tnp/double/moved.py"),
-    ]
-    assert fingerprint(["tnp.double.moved:FORWARD"], *moved) == fingerprint(FORWARD)
-
-
 def test_a_declaration_is_passed_by_and_the_house_where_it_is_named(fingerprint) -> None:
-    """What uses an operator names its implementations itself; a device's time knows no house."""
+    """Users of an operator name its implementations; a device's time knows no house."""
     kernel = ("tnp/double/kernels.py", "SCALE = 2.0", "SCALE = 3.0")
     assert fingerprint(USE, kernel) == fingerprint(USE)
     house = ("tnp/dispatch/call.py", "return x", "return x + 0")
@@ -194,13 +184,20 @@ def test_a_declaration_is_passed_by_and_the_house_where_it_is_named(fingerprint)
     )
 
 
-def test_a_string_that_names_code_reaches_it(fingerprint) -> None:
+def test_a_string_that_names_code_reaches_it_and_a_moved_file_is_the_same_code(fingerprint) -> None:
     named = ("tnp/double/other_kernels.py", "= other", '= "tnp.maths:twice"')
     start = ["tnp.double.other_kernels:FORWARD"]
     edit = ("tnp/maths.py", "add(x, x)", "add(x, 2)")
     assert fingerprint(start, named, edit) != fingerprint(start, named)
     moved = ("tnp/maths.py", "tnp/sums.py"), (*named[:2], '= "tnp.sums:twice"')
     assert fingerprint(start, *moved) == fingerprint(start, named)
+    moved = [
+        ("tnp/helpers.py", "tnp/parts/helpers.py"),
+        ("tnp/double/kernels.py", "tnp.helpers", "tnp.parts.helpers"),
+        ("tnp/double/other_kernels.py", "tnp.helpers", "tnp.parts.helpers"),
+        ("tnp/double/kernels.py", "tnp/double/moved.py"),
+    ]
+    assert fingerprint(["tnp.double.moved:FORWARD"], *moved) == fingerprint(FORWARD)
 
 
 def test_cuda_and_its_headers_count_less_their_comments(fingerprint, monkeypatch) -> None:
@@ -224,13 +221,9 @@ def test_cuda_and_its_headers_count_less_their_comments(fingerprint, monkeypatch
             fingerprint([gone])
 
 
-def test_it_is_the_same_on_every_version_of_python(fingerprint) -> None:
-    """Python 3.12 divides formatted strings otherwise than 3.11."""
-    assert fingerprint(FORWARD) == "178be998566fd9e1"
-
-
 def test_definitions_are_rows_of_their_own(fingerprint) -> None:
-    fingerprint(FORWARD)
+    """The hash is the same on every Python: 3.12 divides formatted strings otherwise than 3.11."""
+    assert fingerprint(FORWARD) == "178be998566fd9e1"
     before = code_hash.definitions(FORWARD, ())
     fingerprint(FORWARD, ("tnp/helpers.py", "x + 1", "x - 1"))
     after = code_hash.definitions(FORWARD, ())
@@ -292,7 +285,7 @@ def test_it_imports_no_torch() -> None:
 
 
 def install(site: Path, name: str, version: str, source: Path, editable: bool = False) -> None:
-    """What pip writes of a distribution of one package, which lies in `source`."""
+    """Writes what pip writes of a distribution of one package, which lies in `source`."""
     folder = site / f"{name}-{version}.dist-info"
     folder.mkdir(parents=True)
     extra = "Provides-Extra: theirs\nRequires-Dist: fast-kernels==1; extra == 'theirs'\n"
@@ -363,7 +356,4 @@ def test_somebody_elses_is_of_its_packages_as_they_are_installed(installed) -> N
     edited = installed(kernels="1.1")
     assert len({before, changed, edited}) == 3
     assert installed(kernels="1.1", editable=True) == edited
-
-
-def test_what_is_not_installed_has_none() -> None:
     assert fingerprints.installed_hash("no-such-package-of-anybody") == ""

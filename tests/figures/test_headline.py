@@ -1,4 +1,4 @@
-"""Figure `headline` says and draws what the rows of the leading steps say."""
+"""Tests that figure `headline` says and draws what the rows of the leading steps say."""
 
 from typing import Any
 

@@ -6,8 +6,9 @@ import torch
 
 from tnp.dispatch import devices, plans, selection
 from tnp.dispatch.call import call
-from tnp.dispatch.spec import Case, Operator
-from tnp.gates.results import Results, Setting, compute
+from tnp.dispatch.spec import Case, Implementation, Operator
+from tnp.gates.results import Results, Setting, compute, wanted_of
+from tnp.ops._shared.random_values import Random, Upstream
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HERE = devices.of_device(DEVICE)
@@ -21,6 +22,18 @@ def setting(
     found = next(one for one in operator.implementations if one.name == implementation)
     case = Case(operator.problem(dtype, **problem), tuple((draw or {}).items()))
     return Setting.of(operator, found, case, DEVICE)
+
+
+def unexpected(operator: Operator, found: Implementation, case: Case) -> Setting:
+    """Returns the inputs of a case alone: no result is computed that would be expected."""
+    drawn = operator.draw(case, Random(case, DEVICE))
+    inputs = {name: drawn.get(name) for name in operator.tensors}
+    return Setting(
+        operator, found, case, DEVICE, inputs, dict(operator.call_options(case.problem)),
+        wanted_of(operator, found, case), Upstream(Random(case, DEVICE, seed=1), drawn),
+        budget=operator.budget, floors=0.0, plain=operator.reference, own={}, exact={},
+        originals=None, rounded={},
+    )  # fmt: skip
 
 
 def results(of: Setting, function: Callable) -> Results:

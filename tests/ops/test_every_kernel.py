@@ -10,14 +10,12 @@ from itertools import cycle, islice
 import pytest
 import torch
 
-from tests.ops.problems import DEVICE, HERE, assert_within_budget
+from tests.ops.problems import DEVICE, HERE, assert_within_budget, by, unexpected
 from tnp.dispatch import devices, selection
-from tnp.dispatch.call import call
 from tnp.dispatch.registry import catalog
 from tnp.dispatch.spec import Call, Case, Implementation, Operation, Operator
 from tnp.gates.forced import Forced, Form, Pair
-from tnp.gates.results import Results, Setting, compute, wanted_of
-from tnp.ops._shared.random_values import Random, Upstream
+from tnp.gates.results import Results, Setting, wanted_of
 
 GPUS = devices.named("H200"), devices.named("A100")
 # Cases on both sides of the tiles of configurations. Other operators: the largest of the gate.
@@ -45,6 +43,7 @@ RAGGED = {
         ("bfloat16", 1, 1, 150, 125, 64, {"n_keys": True, "lengths": "109"}),
         ("bfloat16", 1, 1, 70, 64, 64, {}),
         ("bfloat16", 1, 1, 70, 250, 64, {}),
+        ("float32", 1, 2, 70, 40, 64, {"lse": True}),
     ],
 }  # fmt: skip
 
@@ -76,15 +75,15 @@ def pairs(found: Implementation, what: Call, tried: set[Form]) -> Iterator[Pair]
     """Yields pairs of kernels in which each has each of its configurations that is not tried."""
 
     def able(operation: Operation, saves: str | None = None) -> list[Form]:
-        """Returns every kernel with every configuration that it has here and on GPUs."""
-        targets = [what, *(replace(what, target=gpu) for gpu in GPUS)]
-        kernels = selection.kernels_of(operation, saves).values()
-        every = dict.fromkeys(
-            Form(kernel, config)
-            for kernel in kernels if kernel.refuses(what) is None
-            for one in targets for config in kernel.configs(one)
-        )  # fmt: skip
-        return [form for form in every if form not in tried] or list(every)[:1]
+        """Returns a kernel's default and every other configuration that it has here or on GPUs."""
+        found = []
+        for kernel in selection.kernels_of(operation, saves).values():
+            if kernel.refuses(what) is None:
+                targets = what, *(replace(what, target=gpu) for gpu in GPUS)
+                configs = dict.fromkeys(one for call in targets for one in kernel.configs(call))
+                default, *others = (Form(kernel, config) for config in configs)
+                found += [default, *(form for form in others if form not in tried)]
+        return found
 
     forward = able(found.forward)
     for saves in dict.fromkeys(form.kernel.saves for form in forward):
@@ -106,22 +105,6 @@ def test_every_configuration_is_within_its_budget(operator):
             setting = Setting.of(operator, found, case, DEVICE)
             for pair in pairs(found, Call(case.problem, HERE, setting.wanted), tried):
                 assert_within_budget(setting, Forced(setting, pair, setting.wanted).results())
-
-
-def drawn(operator: Operator, case: Case) -> dict[str, torch.Tensor | None]:
-    values = operator.draw(case, Random(case, DEVICE))
-    return {name: values.get(name) for name in operator.tensors}
-
-
-def results(operator: Operator, found: Implementation, case: Case, inputs: dict) -> Results:
-    """Returns results of an implementation, called as a model calls it."""
-    n, options = len(operator.tensors), operator.call_options(case.problem)
-
-    def run(*arguments):
-        return call(operator, found.name, arguments[:n], arguments[n:], options)
-
-    upstream = Upstream(Random(case, DEVICE, seed=1), {})
-    return compute(operator, case.problem, run, inputs, wanted_of(operator, found, case), upstream)
 
 
 def beside(x: torch.Tensor) -> torch.Tensor:
@@ -170,12 +153,12 @@ def test_inputs_may_lie_anyhow(operator, layout):
     cases = sorted(operator.cases(HERE), key=n_of_one)
     served = ((one, case) for case in cases for one in reversed(ours(operator, case)))
     found, case = next(pair for pair in served if not pair[0].precision)
-    inputs = drawn(operator, case)
+    of = unexpected(operator, found, case)
 
     def run(moved: dict) -> Results:
-        return results(operator, found, case, inputs | moved)
+        return by(replace(of, inputs=of.inputs | moved), found.name)
 
-    for moved, got in each_taken(run, laid_out(inputs, layout)):
+    for moved, got in each_taken(run, laid_out(of.inputs, layout)):
         expected = run({name: x.contiguous() for name, x in moved.items()})
         for name, x in expected.items():
             torch.testing.assert_close(got[name], x, rtol=1e-2, atol=1e-4)
@@ -193,10 +176,10 @@ def test_a_size_of_zero_gives_what_pytorch_gives(operator):
     leading = next(name for name in ("batch", "rows", "m") if name in sizes)
     for empty in EMPTY.get(operator.name, [leading]):
         case = Case(replace(first.problem, sizes=tuple((sizes | {empty: 0}).items())))
-        inputs = drawn(operator, case)
-        expected = results(operator, operator.implementations[0], case, inputs)
         for found in ours(operator, first):
-            for name, x in results(operator, found, case, inputs).items():
+            of = unexpected(operator, found, case)
+            expected = by(of, operator.implementations[0].name)
+            for name, x in by(of, found.name).items():
                 torch.testing.assert_close(x, expected[name], equal_nan=True, check_dtype=False)
 
 
@@ -206,15 +189,15 @@ def test_a_gradient_has_its_inputs_dtype(operator):
     cases = [one for one in operator.cases(HERE) if one.problem.dtype == "bfloat16"]
     for found in {one.name: one for case in cases for one in ours(operator, case)}.values():
         case = next(one for one in sorted(cases, key=n_of_one) if serves(operator, found, one))
-        inputs, wanted = drawn(operator, case), wanted_of(operator, found, case)
-        small = {name: x.bfloat16() for name, x in inputs.items() if name in wanted}
-        same = {name: small[name].to(inputs[name].dtype) for name in wanted}
+        of = unexpected(operator, found, case)
+        small = {name: of.inputs[name].bfloat16() for name in of.wanted}
+        same = {name: x.to(of.inputs[name].dtype) for name, x in small.items()}
         try:
-            got = results(operator, found, case, inputs | small)
+            got = by(replace(of, inputs=of.inputs | small), found.name)
         except ValueError as refused:
             assert "it must be float32" in str(refused), refused
             continue
-        for name, x in results(operator, found, case, inputs | same).items():
+        for name, x in by(replace(of, inputs=of.inputs | same), found.name).items():
             of_input = small.get(name.removeprefix("d"))
             assert of_input is None or got[name].dtype == of_input.dtype, name
             torch.testing.assert_close(got[name].float(), x.float(), rtol=2e-2, atol=1e-2)

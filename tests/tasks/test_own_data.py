@@ -155,25 +155,19 @@ def test_a_missing_value_is_never_a_number(kind):
         FunctionTasks([(np.zeros((3, 1)), in_two)], **SIZES)
 
 
-def test_a_null_of_duckdb_is_missing():
-    duckdb = pytest.importorskip("duckdb")
+def test_a_null_of_duckdb_or_arrow_is_missing_and_an_error_prints_no_data():
+    duckdb, arrow = pytest.importorskip("duckdb"), pytest.importorskip("pyarrow")
     relation = duckdb.sql("from (values (0.0, 5.0), (1.0, null), (2.0, 7.0)) as _(t, h)")
-    for table in (relation, relation.fetchnumpy()):
-        with pytest.raises(ValueError, match="column 'h', row 1, is missing"):
-            functions_of_table(table, ["t"], ["h"])
     ((x, _),) = functions_of_table(relation.filter("h is not null"), ["t"], ["h"])
     assert x.tolist() == [[0.0], [2.0]]
-
-
-def test_a_null_of_arrow_is_missing_and_an_error_prints_no_data():
-    arrow = pytest.importorskip("pyarrow")
     table = arrow.table({"t": [0.0, 1.0], "h": [5, None], "id": ["a", None]})
-    with pytest.raises(ValueError, match="column 'h', row 1, is missing"):
-        functions_of_table(table, ["t"], ["h"])
-    with pytest.raises(ValueError, match="column 'id', row 1, is missing: every row must name its"):
-        functions_of_table(table, ["t"], ["t"], by="id")
-    with pytest.raises(ValueError, match="no column 'y': it has 't', 'h', 'id'$"):
-        functions_of_table(table, ["t"], ["y"])
+    assert_refused(
+        *((lambda t=t: functions_of_table(t, ["t"], ["h"]), "column 'h', row 1, is missing")
+          for t in (relation, relation.fetchnumpy(), table)),
+        (lambda: functions_of_table(table, ["t"], ["t"], by="id"),
+         "column 'id', row 1, is missing: every row must name its"),
+        (lambda: functions_of_table(table, ["t"], ["y"]), "column 'y': it has 't', 'h', 'id'$"),
+    )  # fmt: skip
 
 
 DAYS = np.datetime64("2026-01-01") + np.arange(2)
@@ -315,17 +309,6 @@ def test_what_gives_no_tasks_is_named(change, message):
     arguments = {"functions": functions(40)} | SIZES | change
     with pytest.raises(ValueError, match=message):
         FunctionTasks(arguments.pop("functions"), **arguments)
-
-
-def test_counts_may_be_numbers_of_numpy_and_torch():
-    numbers = {
-        "batch": np.int64(5),
-        "n_context": (torch.tensor(2), np.array(9)),
-        "n_target": (3, 6),
-    }
-    found = FunctionTasks(functions(40), **numbers, seed=np.uint8(3))(torch.tensor(7))
-    expected = FunctionTasks(functions(40), **SIZES, seed=3)(7)
-    assert torch.equal(found.y_target, expected.y_target)
 
 
 def test_sizes_are_uniform_and_a_function_of_seed_and_step():

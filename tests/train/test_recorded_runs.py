@@ -192,12 +192,9 @@ def test_a_model_that_sees_its_targets_is_found_out(tmp_path, monkeypatch):
     monkeypatch.setattr(recorded_runs.Evaluation, "_log_likelihood", staticmethod(copying))
     with pytest.raises(RuntimeError, match="1.384 nats a target.*it sees its targets"):
         run(tmp_path)
-
-
-def test_the_exact_posterior_itself_is_no_leak():
     exact = torch.linspace(0.5, 1.0, 16, dtype=torch.float64)
     noise = torch.tensor([0.1, -0.1], dtype=torch.float64).repeat(8)
-    recorded_runs.check_no_leak(exact + noise, exact)
+    recorded_runs.check_no_leak(exact + noise, exact)  # the exact posterior itself is no leak
 
 
 def test_learning_rate_warms_up_and_decays():
@@ -236,27 +233,22 @@ def test_a_file_that_is_no_whole_checkpoint_is_one_sentence(tmp_path):
         assert "is damaged" in damaged(tmp_path)
 
 
-def test_a_flipped_bit_is_noticed_wherever_it_is(tmp_path):
+def test_a_flipped_bit_is_noticed_wherever_it_is_and_missing_keys_are_named(tmp_path):
     run_killed(tmp_path)
     file = tmp_path / "latest.pt"
     whole = file.read_bytes()
-    draw = random.Random(0)
-    places = [*draw.sample(range(8 * len(whole)), 100), 0, 8 * len(whole) - 1]
-    for place in places:
+    places = random.Random(0).sample(range(8 * len(whole)), 50)
+    for place in [*places, 0, 8 * len(whole) - 1]:
         content = bytearray(whole)
         content[place // 8] ^= 1 << place % 8
         file.write_bytes(content)
         with pytest.raises(ValueError, match="is damaged"):
             load_state(file, "cpu")
     file.write_bytes(whole)
-    assert load_state(file, "cpu")["step"] == 3
-
-
-def test_missing_keys_are_named(tmp_path):
-    run_killed(tmp_path)
-    state = load_state(tmp_path / "latest.pt", "cpu")
+    state = load_state(file, "cpu")
+    assert state["step"] == 3
     del state["optimizer"], state["reports"]
-    tensor_archive.save(tmp_path / "latest.pt", state)
+    tensor_archive.save(file, state)
     assert "it lacks optimizer, reports" in damaged(tmp_path)
 
 

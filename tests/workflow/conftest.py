@@ -6,7 +6,7 @@ import os
 import shutil
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -126,15 +126,18 @@ def small() -> dict:
     return config | {"training": {}}
 
 
-def changed(config: dict, path: str, value: object) -> dict:
-    """Returns a copy of a configuration with `value` at `path`, keys with points between."""
-    made = copy.deepcopy(config)
-    *parents, last = path.split(".")
+def changed(config: dict, path: str | Sequence[str | int], value: object) -> dict:
+    """Returns a copy of a configuration with `value` at `path`, keys or text with points between.
+
+    The empty path stands for the whole.
+    """
+    made = {"": copy.deepcopy(config)}
+    *parents, last = ["", *(path.split(".") if isinstance(path, str) else path)]
     place = made
     for parent in parents:
         place = place[parent]
     place[last] = value
-    return made
+    return made[""]
 
 
 class Checkout:

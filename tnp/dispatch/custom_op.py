@@ -264,9 +264,7 @@ class _CustomCall(Differentiated):
         return self._kernel(self.found.backward).empty(self.wanted, tuple(map(tuple, tensors)))
 
     def _kernel(self, operation: Operation) -> Kernel:
-        """Returns any kernel that saves in this form: all such kernels return tensors of equal
-        sizes.
-        """
+        """Returns any kernel that saves in this form: their tensors have equal sizes."""
         return next(iter(kernels_of(operation, self.saves).values()))
 
 

@@ -143,10 +143,7 @@ class Catalog:
         return self.listed(op, name).implementation
 
     def family(self, name: str) -> list[Operator]:
-        """Returns the operators that a variant names together, such as rms_norm and add_rms_norm.
-
-        Raises ValueError if there is none.
-        """
+        """Returns the operators that a variant names together; ValueError if there is none."""
         found = [op for op in self.operators.values() if (op.family or op.name) == name]
         if not found:
             raise ValueError(f"no operator is of family {name!r}: is its name spelt right?")

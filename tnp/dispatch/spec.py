@@ -190,10 +190,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Operation:
-    """Names the kernels for a step as "module:NAME".
-
-    The first that can serve a call is the default.
-    """
+    """Names the kernels for a step, "module:NAME" each. The first that can run is the default."""
 
     name: str  # "attention.forward": the key of its entries in tuned tables
     kernels: tuple[str, ...]
@@ -322,7 +319,7 @@ class Operator:
     outputs: tuple[str, ...]
     sizes: tuple[str, ...]
     implementations: tuple[Implementation, ...]  # PyTorch's plain form first, the boldest last
-    describe: Callable[..., dict[str, Any]]  # (*inputs, **options) → sizes, options, dtype
+    describe: Callable[..., dict[str, Any]]  # (*inputs, **options) → sizes, options, or ValueError
     draw: Callable[[Case, Any], dict[str, Any]]  # (case, random) → tensors by name: see above
     reference: Callable[..., Any]  # (*inputs, *scalars, **options) in any float dtype
     work: Callable[[Case, str], Work]  # (case, "forward" or "backward")

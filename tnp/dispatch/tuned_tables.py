@@ -325,10 +325,7 @@ def cost_entry(
 
 
 def _of_costs(operator: Operator, problem: Problem) -> dict[str, Any]:
-    """Returns the part of a problem that all problems of one entry of costs share.
-
-    Dtypes of one size share costs: their products run at one rate.
-    """
+    """Returns the part of a problem that costs depend on; dtypes of one size share their rate."""
     fixed = {name: problem[name] for name in operator.fixed if name in operator.sizes}
     return {"op": operator.name, "itemsize": problem.itemsize, "sizes": fixed}
 
@@ -361,10 +358,7 @@ def write(target: Target, entries: Iterable[Entry], folder: Path | None = None) 
 
 
 def operations(operator: Operator) -> dict[str, tuple[str, str]]:
-    """Returns {operation: (our first implementation that runs it, its pass)}.
-
-    Implementations that "auto" may not take are left out: they are not tuned.
-    """
+    """Returns {operation: (the first of ours that "auto" may take, its pass)}: these are tuned."""
     found: dict[str, tuple[str, str]] = {}
     for own in filter(attrgetter("selectable"), operator.implementations):
         for pass_, operation in (("forward", own.forward), ("backward", own.backward)):

@@ -26,10 +26,7 @@ def rounded(n: int) -> int:
 
 @dataclass(frozen=True)
 class Buckets:
-    """Lists the buckets for tasks up to the given numbers of context and target points.
-
-    `len` counts them.
-    """
+    """Lists the buckets up to these numbers of context and target points. `len` counts them."""
 
     max_context: int
     max_target: int
@@ -40,18 +37,14 @@ class Buckets:
 
     @classmethod
     def of(cls, vary: dict | None) -> Buckets | None:
-        """Returns buckets up to the largest sizes that config.yaml's `vary` draws, or None without
-        it.
-        """
+        """Returns buckets up to the largest sizes of config.yaml's `vary`, or None without it."""
         return None if vary is None else cls(vary["n_context"][1], vary["n_target"][1])
 
     def __len__(self) -> int:
         return _count(self.max_context) * _count(self.max_target)
 
     def sizes(self, n_context: int, n_target: int) -> tuple[int, int] | None:
-        """Returns the sizes of the bucket for these numbers of points, or None if no bucket is
-        large enough.
-        """
+        """Returns the sizes of the bucket for so many points, or None if all are too small."""
         if n_context > self.max_context or n_target > self.max_target:
             return None
         return min(rounded(n_context), self.max_context), min(rounded(n_target), self.max_target)

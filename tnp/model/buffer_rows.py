@@ -87,10 +87,7 @@ def _join(sizes: tuple[int, ...], alone: torch.Tensor, grouped: torch.Tensor) ->
 
 
 class _Split(torch.autograd.Function):
-    """Splits rows, and joins their gradients.
-
-    Autograd's own gradient would copy most rows three times.
-    """
+    """Splits rows, and joins gradients: autograd's own would copy most rows three times."""
 
     @staticmethod
     def forward(ctx, x, sizes, n):

@@ -31,11 +31,7 @@ Points = tuple[torch.Tensor, torch.Tensor]  # x [B, n, d_x], y [B, n, d_y]
 
 
 def parameters(
-    model: Network,
-    context: Context,
-    buffer: Points,
-    x_target: torch.Tensor,
-    n_groups: int,
+    model: Network, context: Context, buffer: Points, x_target: torch.Tensor, n_groups: int
 ) -> torch.Tensor:
     """Returns mixture parameters [B, N, K, 1 + 2·d_y] at all targets, in one pass.
 
@@ -54,9 +50,7 @@ def parameters(
 
 
 def n_entering(room: int | None, n_target: int) -> int:
-    """Returns how many points a training step with `n_target` targets puts into a buffer of
-    `room`.
-    """
+    """Returns how many of a training step's targets enter a buffer of `room`."""
     return 0 if room is None else min(room, n_target // 2)
 
 
@@ -238,10 +232,7 @@ class Buffer:
         return in_torch
 
     def alone(self, x_target: torch.Tensor) -> torch.Tensor:
-        """Returns mixture parameters [B, 1, K, 1 + 2·d_y] at a target that sees all points.
-
-        x_target [B, 1, d_x] is in the model's units.
-        """
+        """Returns parameters [B, 1, K, 1 + 2·d_y] at x [B, 1, d_x], which sees all points."""
         model = self._model
         h, update = model.embed(None, None, x_target, model.compute_dtype), self._role[:, 1:]
         for block, kept, weight in zip(model.blocks, self._blocks, self._weights, strict=True):

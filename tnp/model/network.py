@@ -189,9 +189,7 @@ class Network(nn.Module):
 
 
 def _move_units(model: Network, _keys: object) -> None:
-    """Moves the units to the device of the weights, which `load_state_dict(…, assign=True)` may
-    change.
-    """
+    """Moves the units to the weights, which `load_state_dict(…, assign=True)` may have moved."""
     units, device = model.normalization, model.embed.input.device
     if units is not None and units.x_mean.device != device:
         units.to_empty(device=device)

@@ -48,9 +48,7 @@ class Rows:
 
     @classmethod
     def of(cls, lengths: torch.Tensor, n: int, capacity: int) -> Rows:
-        """Returns the rows of samples with `lengths` [B], each at most n, in all less than
-        `capacity`.
-        """
+        """Returns the rows of samples with `lengths` [B] ≤ n, whose sum is below `capacity`."""
         ends = lengths.long().cumsum(0)
         starts = (ends - lengths).unsqueeze(1)
         point = torch.arange(n, device=lengths.device)
@@ -123,10 +121,7 @@ class Packing:
         return moved.unsqueeze(0)
 
     def unpack(self, x: torch.Tensor, what: str) -> torch.Tensor:
-        """Unpacks rows of heads [1, H, capacity, D] to [B, H, n, D].
-
-        Padding holds the spare row.
-        """
+        """Unpacks heads [1, H, capacity, D] to [B, H, n, D], with the spare row as padding."""
         rows, n_heads = self._rows[what], x.shape[1]
         flat = x.transpose(1, 2).flatten(0, 1).flatten(1)
         moved = _Move.apply(flat, rows.of_place, rows.place, rows.is_real)

@@ -241,10 +241,7 @@ class Encoding:
         return handles
 
     def decode(self, model: Network, x_target: torch.Tensor) -> torch.Tensor:
-        """Returns mixture parameters [B, N, K, 1 + 2·d_y] in the model's units.
-
-        `x_target` [B, N, d_x] is in the model's units too.
-        """
+        """Returns parameters [B, N, K, 1 + 2·d_y] at x_target [B, N, d_x], in the model's units."""
         if self.graphs is None:
             return decode(model, self, x_target)
         return self.graphs(lambda x: decode(model, self, x), x_target)
@@ -340,10 +337,7 @@ def predict(
 
 
 def decode(model: Network, encoding: Encoding, x_target: torch.Tensor) -> torch.Tensor:
-    """Runs targets through the blocks and returns mixture parameters, as `Encoding.decode` does.
-
-    Targets have queries, but no keys or values.
-    """
+    """Runs targets, only as queries, through the blocks; returns what `Encoding.decode` does."""
     h, update = model.embed(None, None, x_target, model.compute_dtype), None
     of_blocks = zip(model.blocks, encoding.blocks, encoding.queries, strict=True)
     for block, (k, v), weight in of_blocks:

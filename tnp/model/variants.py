@@ -256,10 +256,7 @@ def storage_width(d_ff: int) -> int:
 
 
 def with_storage(spec: dict, d_ff: int) -> dict:
-    """Returns a variant's fields as results record them, with True in `d_ff_storage` resolved.
-
-    A number stays as it is, valid or not.
-    """
+    """Returns a variant's fields as results record them, with `d_ff_storage` as a number."""
     if spec.get("d_ff_storage") is not True:
         return spec
     return spec | {"d_ff_storage": storage_width(d_ff)}

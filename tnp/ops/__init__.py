@@ -1,3 +1,1 @@
-"""Holds one package for each operator: a reference in plain PyTorch, and implementations
-for GPUs.
-"""
+"""Holds one package for each operator: a reference in PyTorch, and implementations for GPUs."""

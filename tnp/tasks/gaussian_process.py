@@ -83,9 +83,7 @@ class GaussianProcessTasks:
         return Normal(mean, variance.sqrt()).log_prob(y_target).mean((1, 2))
 
     def prior_log_likelihood(self, task: Task) -> torch.Tensor:
-        """Returns the mean log-density, [B], under a Gaussian fitted to all y, without the
-        context.
-        """
+        """Returns the mean log-density, [B], under a Gaussian fitted to all y, not the context."""
         low, high = self.process.scale
         variance = (low * low + low * high + high * high) / 3 + self.process.noise**2
         return Normal(0.0, math.sqrt(variance)).log_prob(task.y_target.double()).mean((1, 2))

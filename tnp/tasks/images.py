@@ -97,9 +97,7 @@ class ImageTasks:
         return Task(x[:, :n_context], y[:, :n_context], x[:, n_context:], y[:, n_context:])
 
     def prior_log_likelihood(self, task: Task) -> torch.Tensor:
-        """Returns the mean log-density of each task's targets, [B], under a Gaussian fitted to
-        training.
-        """
+        """Returns tasks' mean log-densities, [B], under a Gaussian fitted to training pictures."""
         return Normal(0.0, 1.0).log_prob(task.y_target.double()).mean((1, 2))
 
     def _crop(self, rng: np.random.Generator) -> torch.Tensor:
@@ -121,9 +119,7 @@ class ImageTasks:
 
 
 def _pictures(side: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Returns training and held-out pictures, float32 brightness in [0, 1], of at least `side`
-    pixels.
-    """
+    """Returns training and held-out pictures of at least `side` pixels, float32 in [0, 1]."""
     # Imported here, so that only training on images needs scikit-image.
     color, data = (require(f"skimage.{x}", "image tasks", "images") for x in ("color", "data"))
 

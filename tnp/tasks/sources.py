@@ -1,6 +1,4 @@
-"""Lists sources of tasks by name, without torch, so that the configuration is checked before any
-work starts.
-"""
+"""Lists sources of tasks by name, without torch, to check configurations quickly."""
 
 IMAGE_SIDES = (25, 128, 512)  # of the pictures that tasks are drawn from, in pixels
 

@@ -27,10 +27,7 @@ log = logging.getLogger("tnp.train.step")
 
 
 class Watched:
-    """Remembers the addresses of the tensors that a captured step reads and writes.
-
-    A graph knows only addresses.
-    """
+    """Remembers the addresses that a captured step reads and writes; a graph knows only these."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, casts: WeightCasts

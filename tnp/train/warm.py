@@ -51,10 +51,7 @@ class Found:
 
 
 class _Pool(ThreadPoolExecutor):
-    """Runs one thread for each core that this process may use.
-
-    `others` holds jobs that are not Triton's, by key.
-    """
+    """Runs a thread for each usable core. `others` holds jobs that are not Triton's, by key."""
 
     def __init__(self) -> None:
         super().__init__(len(os.sched_getaffinity(0)), thread_name_prefix="tnp.train.warm")

@@ -60,16 +60,11 @@ class WeightCasts:
             _active.remove(self)
 
     def copies(self) -> list[torch.Tensor]:
-        """Returns all current copies.
-
-        A graph captured in a step uses them, and must keep them alive.
-        """
+        """Returns all current copies: a graph captured in a step must keep them alive."""
         return [cast.copy for cast in self._casts.values()]
 
     def get(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """Returns this step's copy of the parameter at the weight's address, or None if there is
-        none.
-        """
+        """Returns this step's copy of the parameter at the weight's address, or None."""
         pointer = weight.data_ptr()
         if pointer not in self._pointers or weight.is_inference():
             return None

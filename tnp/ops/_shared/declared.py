@@ -40,9 +40,7 @@ def by_triton(
     supported: Support | None = None,
     **limits: Any,
 ) -> Implementation:
-    """Returns our implementation by Triton kernels, with the given modules and names in
-    each pass.
-    """
+    """Returns our implementation by Triton kernels of these modules and names, for each pass."""
 
     def operation(pass_: str, kernels: tuple[str, ...]) -> Operation:
         named = tuple(f"{module}:{kernel}" for module in modules for kernel in kernels)
@@ -71,10 +69,7 @@ def triton_to_width(most: int) -> Support:
 
 
 def cases_by_dtype(operator: Operator, described: Mapping[str, Iterable[tuple]]) -> list[Case]:
-    """Returns the described cases in each dtype.
-
-    Sizes are in the operator's order, other values by name.
-    """
+    """Returns the described cases in each dtype: sizes in the operator's order, others by name."""
     return [
         operator.case(dtype, *sizes, **named)
         for dtype, of_dtype in described.items()
@@ -83,9 +78,7 @@ def cases_by_dtype(operator: Operator, described: Mapping[str, Iterable[tuple]])
 
 
 def left_out_by_tf32(case: Case, inputs: Mapping[str, Tensor]) -> float:
-    """Returns the error of float32 products as three TF32 products, which omit the product of both
-    low parts.
-    """
+    """Returns the error of three TF32 products without the product of both low parts."""
     return 2.0**-22 if case.problem.dtype == "float32" else 0.0
 
 

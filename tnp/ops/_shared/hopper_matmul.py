@@ -52,9 +52,7 @@ QUARTER_ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16
 
 @aggregate
 class Pipeline:
-    """Holds shared memory and barriers between the producer and the consumers, and a program's
-    tiles.
-    """
+    """Holds shared memory and barriers of producer and consumers, and a program's tiles."""
 
     x: gl.shared_memory_descriptor  # 128 rows, as K / 64 blocks of two halves [64, 64]
     w: gl.shared_memory_descriptor
@@ -194,10 +192,7 @@ def quarters(half):
 
 @gluon.jit
 def sigmoid(x):
-    """Computes (1 + tanh(x/2)) / 2, by one approximate instruction, to 2^-12.
-
-    That is an eighth of bfloat16's step below 1, and half of float16's.
-    """
+    """Computes (1 + tanh(x/2)) / 2 by one instruction, with an error of 2^-12."""
     tanh = gl.inline_asm_elementwise(
         "tanh.approx.f32 $0, $1;", "=f,f", [x * 0.5], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -205,9 +200,7 @@ def sigmoid(x):
 
 
 def refuses(call: Call, d_model: int, width: int) -> str | None:
-    """Returns why these kernels cannot multiply rows of `d_model` by weights of `width` rows, or
-    None.
-    """
+    """Returns why these kernels cannot multiply [n, d_model] by [width, d_model]ᵀ, or None."""
     if call.target.kind != "cuda" or call.target.capability != CAPABILITY:
         return f"it is written for compute capability {CAPABILITY / 10}"
     if call.problem.dtype not in DTYPES:
@@ -218,9 +211,7 @@ def refuses(call: Call, d_model: int, width: int) -> str | None:
 
 
 def tiles(n_rows: int, n_columns: int) -> Callable[[torch.Tensor], TensorDescriptor]:
-    """Returns a function that describes tiles [n_rows, n_columns] of a matrix or of a tensor's
-    rows.
-    """
+    """Returns a function that describes tiles [n_rows, n_columns] of a matrix or of rows."""
     block = [n_rows, n_columns]
 
     def descriptor(x: torch.Tensor) -> TensorDescriptor:

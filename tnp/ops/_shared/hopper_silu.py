@@ -164,10 +164,7 @@ def matmul_silu(target: Target, rows: Rows, width: int, dtype: torch.dtype, save
 
 
 def matmul_dsilu(target: Target, rows: Rows, width: int, dtype: torch.dtype) -> DSilu:
-    """Returns the launch that computes dz [T, F].
-
-    Call it with dy, read as `rows` say, w [K, F], and the slope.
-    """
+    """Returns the launch of dz [T, F]: call it with dy, read as `rows` say, w [K, F], and slope."""
     of_out = dense(rows.n, width)
     kernel = Bound(
         matmul_dsilu_hopper_kernel, (target.multiprocessors,), rows.n, width // TILE.value,

@@ -124,10 +124,7 @@ def matmul_silu_hopper_8bit_kernel(
     x_desc, w_desc, h8_desc, h_desc, slope_ptr, x_scale_ptr, w_scale_ptr, h_scale_ptr,
     n_rows, n_columns, K_BLOCKS: gl.constexpr, STAGES: gl.constexpr, SAVES: gl.constexpr,
 ):  # fmt: skip
-    """Writes h8, and if SAVES also h in 16 bits and the slope.
-
-    Else `h_desc` and `slope_ptr` are unused.
-    """
+    """Writes h8, and if SAVES also h in 16 bits and the slope, else not used."""
     pipe = pipeline(x_desc, w_desc, n_rows, n_columns, 1, K_BLOCKS, STAGES, False, 0)
     buffers8 = _buffers(h8_desc)
     buffers = _buffers(h_desc) if SAVES else buffers8
@@ -151,10 +148,7 @@ def matmul_dsilu_hopper_8bit_kernel(
     n_rows, n_columns, K_BLOCKS: gl.constexpr, STAGES: gl.constexpr,
     IN_16: gl.constexpr, IN_8: gl.constexpr,
 ):  # fmt: skip
-    """Writes dz8, dz, or both, as IN_8 and IN_16 ask.
-
-    The descriptor of an unrequested result is not used.
-    """
+    """Writes dz8 if IN_8, and dz if IN_16. The descriptor of the other is not used."""
     pipe = pipeline(dy_desc, w_desc, n_rows, n_columns, 1, K_BLOCKS, STAGES, False, 0)
     buffers8 = _buffers(dz8_desc)
     buffers = _buffers(dz_desc)
@@ -179,10 +173,7 @@ _MAPS = (_HALF, _COLUMN, _HALF, _HALF)
 def matmul_silu(
     target: Target, shape: tuple[int, int], inner: int, dtype: torch.dtype, save: bool
 ) -> Silu:
-    """Does the same as `triton_silu_8bit.matmul_silu`.
-
-    The slope is saved in the order of registers.
-    """
+    """Does the same as `triton_silu_8bit.matmul_silu`, with the slope in registers' order."""
     n_rows, width = shape
     kernel = Bound(
         matmul_silu_hopper_8bit_kernel, (target.multiprocessors,), n_rows, width // TILE.value,
@@ -201,12 +192,7 @@ def matmul_silu(
 
 
 def matmul_dsilu(
-    target: Target,
-    shape: tuple[int, int],
-    inner: int,
-    dtype: torch.dtype,
-    in_16: bool,
-    in_8: bool,
+    target: Target, shape: tuple[int, int], inner: int, dtype: torch.dtype, in_16: bool, in_8: bool
 ) -> DSilu:
     """Does the same as `triton_silu_8bit.matmul_dsilu` from a slope in the order of registers."""
     n_rows, width = shape

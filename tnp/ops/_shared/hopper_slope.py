@@ -56,9 +56,7 @@ def store_slope(ptr, slope):
 
 @gluon.jit
 def load_slopes(ptr, tile):
-    """Loads the slopes of a tile's four quarters that `store_slope` wrote, in the order of
-    registers.
-    """
+    """Loads the slopes of a tile's four quarters, which `store_slope` has written."""
     return (
         _load(ptr + slope_place(tile, 0, 0)),
         _load(ptr + slope_place(tile, 0, 1)),
@@ -101,9 +99,7 @@ def _places(N: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 def new_saved(x: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    """Allocates the saved slopes for whole tiles of `shape` on x's device; results are in
-    `dtype`.
-    """
+    """Allocates the slopes for whole tiles of `shape` on x's device, for results in `dtype`."""
     n_rows, width = shape
     dtype = torch.uint8 if dtype == torch.bfloat16 else dtype
     shape = triton.cdiv(n_rows, TILE.value) * TILE.value, width

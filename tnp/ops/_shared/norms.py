@@ -36,10 +36,7 @@ NARROW = 1024
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """Sets how many 16-bit elements a program holds, in rows padded to powers of two.
-
-    It holds half as many of 32 bits.
-    """
+    """Sets the 16-bit elements of a program in padded rows; there are half as many of 32 bits."""
 
     elements: int
     num_warps: int
@@ -64,9 +61,7 @@ class BackwardConfig(ForwardConfig):
 
 @dataclass(frozen=True)
 class ColumnsConfig:
-    """Sets columns and rows of a tile, programs per multiprocessor, and stages of
-    prefetched loads.
-    """
+    """Sets columns and rows of a tile, programs per multiprocessor, and prefetched stages."""
 
     columns: int
     rows: int

@@ -45,9 +45,7 @@ def hidden_width(d_ff: int) -> int:
 
 
 def saves_rows(call: Call, most: int) -> Reason:
-    """Returns why a forward kernel that saves at most `most` hidden rows cannot serve a call, or
-    None.
-    """
+    """Returns why a kernel that saves up to `most` hidden rows cannot serve a call, or None."""
     if not call.wanted:
         return "it saves for a backward pass that is not wanted"
     if call.problem["rows"] > most:
@@ -167,9 +165,7 @@ def weights(
 
 
 def of_up(up: torch.Tensor) -> Read:
-    """Returns a function from a float32 gradient of the cast and padded up to the gradient
-    of `up`.
-    """
+    """Returns a function from the float32 gradient of padded up to the gradient of `up`."""
     return _unpadded(up, -2, up.shape[-2])
 
 

@@ -1,6 +1,4 @@
-"""Shares code between the Triton kernels of all operators: rounding, matmuls, launch
-configurations.
-"""
+"""Shares code between all Triton kernels: rounding, matmuls, launch configurations."""
 
 from dataclasses import asdict, dataclass
 
@@ -33,10 +31,7 @@ class KernelConfig:
 
 @triton.jit
 def cast(x, dtype: tl.constexpr):
-    """Returns float32 x in `dtype`, rounded to nearest.
-
-    In e4m3 numbers out of range become the largest.
-    """
+    """Returns float32 x in `dtype`, rounded to nearest; e4m3 clamps to its largest number."""
     if INTERPRETED and dtype == tl.bfloat16:
         # Dekker's split: the upper 8 bits of the significand, rounded; the cast is then exact.
         shifted = x * 65537.0
@@ -52,10 +47,7 @@ def cast(x, dtype: tl.constexpr):
 
 @triton.jit
 def exponent(largest, LEAST: tl.constexpr):
-    """Returns the smallest e from LEAST on with largest ≤ 448 · 2^e.
-
-    `largest` is float32, not negative.
-    """
+    """Returns the smallest e from LEAST on with largest ≤ 448 · 2^e, for float32 largest ≥ 0."""
     # 448 = 1.75 · 2^8: a significand above 1.75 carries into the exponent.
     bits = largest.to(tl.int32, bitcast=True) + 0x1FFFFF
     return tl.maximum((bits >> 23) - (127 + 8), LEAST)
@@ -108,9 +100,7 @@ def key_count(n_keys_ptr, b, n_k, HAS_N_KEYS: tl.constexpr):
 
 @triton.jit
 def nan_outside(x, n_keys_ptr, b, n_k, COUNTED: tl.constexpr):
-    """Returns x, or NaN where sample b's number of keys lies outside 1 … n_k, which `key_count`
-    clamps.
-    """
+    """Returns x, or NaN if sample b's n_keys lie outside 1 … n_k, which `key_count` clamps."""
     if COUNTED:
         n_keys = tl.load(n_keys_ptr + b)
         x = tl.where((n_keys >= 1) & (n_keys <= n_k), x, float("nan"))

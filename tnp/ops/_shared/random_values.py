@@ -1,6 +1,4 @@
-"""Draws random values for gates and benchmarks: inputs, for which `Operator.draw` takes a `Random`,
-and gradients of outputs.
-"""
+"""Draws random inputs and gradients of outputs, for gates and benchmarks."""
 
 import math
 

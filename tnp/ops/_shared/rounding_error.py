@@ -65,10 +65,7 @@ def _head(
     scale: float,
     seen: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
-    """Returns the variances of one head's results.
-
-    They are 0 for queries that see no key, and for unseen keys.
-    """
+    """Returns the variances of one head's results; 0 where nothing is seen."""
     n_keys = len(k)
     if seen is not None:
         seen = seen.expand(len(q), len(k))

@@ -19,9 +19,7 @@ SUM_ROWS = 512
 
 
 def as_batches(x: torch.Tensor) -> torch.Tensor:
-    """Returns [..., D] as [B, L, D]: a view, or a copy if the leading dimensions do not collapse to
-    two.
-    """
+    """Returns [..., D] as [B, L, D]: a view, or a copy if strides allow no view."""
     return x[(None,) * (3 - x.dim())] if x.dim() < 3 else x.flatten(0, -3)
 
 
@@ -63,9 +61,7 @@ def load_rows(ptr, offs, mask):
 
 
 def programs(target: Target, per_multiprocessor: int, n_tiles: int) -> int:
-    """Returns how many programs walk `n_tiles` tiles: as many as the target holds, each with a
-    tile.
-    """
+    """Returns how many programs walk `n_tiles` tiles: as many as fit, each with a tile."""
     return min(per_multiprocessor * target.multiprocessors, n_tiles)
 
 

@@ -102,12 +102,7 @@ def matmul_silu(
 
 
 def matmul_dsilu(
-    target: Target,
-    shape: tuple[int, int],
-    inner: int,
-    dtype: torch.dtype,
-    in_16: bool,
-    in_8: bool,
+    target: Target, shape: tuple[int, int], inner: int, dtype: torch.dtype, in_16: bool, in_8: bool
 ) -> DSilu:
     """Returns the launch that computes dz = (dy wᵀ) ∘ silu'(z) of this shape, in 8 bits, in
     `dtype`, or both.

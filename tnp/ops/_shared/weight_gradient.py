@@ -11,9 +11,7 @@ import torch
 
 
 def transposed(n_rows: int, width: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns a function that reads contiguous rows [..., width] as their transpose [width,
-    n_rows], in one call.
-    """
+    """Returns a function that transposes contiguous rows [..., width] to [width, n_rows]."""
     size, strides = (width, n_rows), (1, width)
     return lambda dy: dy.as_strided(size, strides)
 

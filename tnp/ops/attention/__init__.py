@@ -132,17 +132,9 @@ FORWARD = _operation(
 )
 # The backward pass for few keys is one launch without atomics. It serves as both forms.
 SEPARATE = _operation(
-    "separate",
-    "few_keys:BACKWARD",
-    "hopper.backward:SEPARATE",
-    "portable.backward:SEPARATE",
+    "separate", "few_keys:BACKWARD", "hopper.backward:SEPARATE", "portable.backward:SEPARATE"
 )
-FUSED = _operation(
-    "fused",
-    "few_keys:BACKWARD",
-    "hopper.backward:FUSED",
-    "portable.backward:FUSED",
-)
+FUSED = _operation("fused", "few_keys:BACKWARD", "hopper.backward:FUSED", "portable.backward:FUSED")
 PORTABLE_FORWARD = _operation("portable_forward", "portable.forward:FORWARD")
 PORTABLE_BACKWARD = _operation("portable_backward", "portable.backward:SEPARATE")
 IN_8_BITS = _operation("forward_8bit", "eight_bit.hopper:FORWARD", "eight_bit.portable:FORWARD")
@@ -188,11 +180,7 @@ OPERATOR = Operator(
             options=definition.WITH_LSE,
         ),
         Implementation(
-            "fused",
-            forward=FORWARD,
-            backward=FUSED,
-            supported=_ours,
-            options=definition.WITH_LSE,
+            "fused", forward=FORWARD, backward=FUSED, supported=_ours, options=definition.WITH_LSE
         ),
         Implementation(
             "portable",

@@ -67,10 +67,7 @@ def _rows_of_segment(
     i, least, segment, chunk_each, chunk_last, n_first, n_beside, n_buffer, n_q,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, N_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Returns the i-th tile of a segment's rows beside blocks of the buffer from `least` on.
-
-    The result is that of `rows_beside`.
-    """
+    """Returns `rows_beside` for the i-th tile of a segment's rows beside blocks from `least` on."""
     block = least + i // chunk_each
     mine = segment * tl.where(block < N_BLOCKS - 1, chunk_each, chunk_last)
     return rows_beside(
@@ -227,7 +224,6 @@ def _buffered_attention_bwd_kernel(
 
 
 def configs(call: Call) -> tuple[BackwardConfig, ...]:
-    """Returns the only candidate."""
     itemsize = call.problem.itemsize
     wide = itemsize == 2 and call.target.capability in WIDE_TARGETS
     return (WIDE_CONFIG if wide else CONFIGS[itemsize],)

@@ -1,7 +1,4 @@
-"""The forward pass of attention around a buffer, in one launch.
-
-A program keeps on chip all blocks of keys that its rows see.
-"""
+"""Computes attention around a buffer in one launch, with all keys of a program on chip."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -172,7 +169,6 @@ def _buffered_attention_fwd_kernel(
 
 
 def configs(call: Call) -> tuple[ForwardConfig, ...]:
-    """Returns the only candidate."""
     return (CONFIGS[call.problem.itemsize],)
 
 
@@ -182,7 +178,6 @@ def empty(wanted: tuple[str, ...], inputs: tuple, n_buffer: int) -> tuple[tuple,
 
 
 def prepare(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
-    """Prepares one launch."""
     p, rows = call.problem, Rows.of(call.problem)
     q, k, v, n_keys = inputs
     of_o, of_lse = rows_layout(q), lse_layout(q)

@@ -32,9 +32,7 @@ def reference(logits, target):
 
 
 def check_target(target, rows, name: str) -> None:
-    """Raises ValueError if `target` does not hold one class for each row of `rows`, which is called
-    `name`.
-    """
+    """Raises ValueError unless `target` holds a class for each row of `rows`, called `name`."""
     if str(target.dtype) != "torch.int64":
         raise ValueError(f"target is {target.dtype}: it must be torch.int64")
     if target.shape != rows.shape[:1]:
@@ -46,9 +44,7 @@ def check_target(target, rows, name: str) -> None:
 
 
 def require_classes(target, n_classes: int) -> None:
-    """Raises ValueError if the host knows target, int64 [N], and a number is neither a class nor
-    IGNORE_INDEX.
-    """
+    """Raises ValueError if the host knows of a target that is no class and not IGNORE_INDEX."""
     import torch
 
     plain = target.__class__ is torch.Tensor and target.is_cpu and not torch.compiler.is_compiling()
@@ -64,7 +60,6 @@ def require_classes(target, n_classes: int) -> None:
 
 
 def describe(logits, target) -> dict:
-    """Returns the sizes. Raises ValueError if the tensors do not fit together."""
     require_floats(logits=logits)
     if logits.dim() != 2:
         raise ValueError(f"logits have shape {tuple(logits.shape)}: they must be [N, V]")
@@ -83,10 +78,7 @@ def draw_target(case, random, n, n_classes):
 
 
 def out_of_range(case, inputs):
-    """Yields targets that are no class.
-
-    They spoil the loss, and the gradients of their row and the weight.
-    """
+    """Yields targets that are no class: they spoil the loss, and gradients of row and weight."""
     import torch
 
     target = inputs["target"]
@@ -115,18 +107,13 @@ def draw(case, random) -> dict:
 
 
 def work(case, pass_) -> Work:
-    """Counts the logits read once.
-
-    With a gradient, which the forward pass may compute, it is written once.
-    """
+    """Counts the logits read once, and with a gradient written once, perhaps forward."""
     size = case.problem["rows"] * case.problem["classes"] * case.problem.itemsize
     return Work({}, size + 8 * case.problem["rows"], 4 if pass_ == "forward" else size)
 
 
 def cases(target) -> list[Case]:
-    """Covers few and many classes, ragged and strided; targets that do not count; logits that
-    saturate.
-    """
+    """Covers few and many classes, ragged and strided, ignored targets, and saturated logits."""
     if target.kind != "cuda":
         many = [("bfloat16", 3, 4097), ("float16", 7, 100), ("float32", 2, 8200)]
     else:
@@ -156,7 +143,6 @@ def condition(case, inputs) -> float:
 
 
 def within(model, run):
-    """Returns the problem of a language model."""
     if "vocabulary" not in model:
         return None
     return OPERATOR.problem(run["dtype"], rows=rows_within(run), classes=model["vocabulary"])

@@ -39,9 +39,7 @@ class Config(KernelConfig):
     stages: int
 
     def tile(self, n_classes: int) -> dict[str, int]:
-        """Returns arguments of the kernels: whole rows of few classes, or a piece of a row
-        of many.
-        """
+        """Returns the kernels' tile: whole rows of few classes, or a piece of a row of many."""
         block = min(triton.next_power_of_2(n_classes), self.elements)
         rows = min(self.elements // block, MAX_ROWS)
         return {"ROWS": rows, "BLOCK": block, "STAGES": self.stages, "num_warps": self.num_warps}
@@ -141,9 +139,7 @@ def _cross_entropy_bwd_kernel(
 def _mean_kernel(
     nll_ptr, target_ptr, loss_ptr, per_target_ptr, n_rows, stride_t, BLOCK: tl.constexpr
 ):
-    """Writes, in one program, the mean over targets that count, and 1 over their number, or 1
-    without any.
-    """
+    """Writes in one program the mean over targets that count, and 1 / their number, or 1."""
     total = tl.zeros([BLOCK], tl.float32)
     counted = tl.zeros([BLOCK], tl.int32)
     for start in tl.range(0, n_rows, BLOCK):
@@ -158,10 +154,7 @@ def _mean_kernel(
 
 
 def with_classes(launch: Callable, n_classes: int) -> Callable:
-    """Returns a forward launch that, with TNP_CHECK=1, first asserts that targets are valid.
-
-    Targets are its last input.
-    """
+    """Returns a launch that with TNP_CHECK=1 asserts that targets, its last input, are valid."""
 
     def conditions(inputs):
         target = inputs[-1]

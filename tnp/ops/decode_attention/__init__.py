@@ -56,7 +56,6 @@ def describe(
     cache: str | bool = False,
     full: bool = False,
 ) -> dict[str, int]:
-    """Returns sizes. Raises ValueError if tensors do not fit together."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             of = "[B, H, T, D]" if name == "q" else "[B, H_kv, S, D], or [n_pages, H_kv, page, D]"
@@ -130,10 +129,7 @@ def _require_descale(name: str, descale: Tensor, batch: int, kv_heads: int) -> N
 
 
 def _require_in_range(k: Tensor, n_keys: Tensor, page_table: Tensor | None) -> None:
-    """Raises ValueError if the host knows a length past the cache, or a page that does not exist.
-
-    `describe` checks shapes.
-    """
+    """Raises ValueError if the host knows a length past the cache, or a page that is not there."""
     n_pages, page = k.shape[0], k.shape[2]
     if page_table is None:
         require_between("n_keys", n_keys, 0, page)

@@ -138,9 +138,7 @@ def _case(batch, n_context, n_target, d_model, dtype, d_x=1, d_y=1, scale=1.0) -
 
 
 def cases(target) -> list[Case]:
-    """Covers context, targets or both; several dimensions; pre-activations whose e^−a overflows
-    float32 (scale 50).
-    """
+    """Covers context, targets or both, several dimensions, and overflowing e^−a (scale 50)."""
     if target.kind != "cuda":
         return [
             _case(2, 5, 9, 48, "bfloat16"),

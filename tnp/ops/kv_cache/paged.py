@@ -103,9 +103,7 @@ class PagedCache:
         return len(self._free)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Returns k and v of a layer, [n_pages, n_kv_heads, page, head_dim], views for
-        decode_attention.
-        """
+        """Returns a layer's k and v [n_pages, n_kv_heads, page, head_dim], for decode_attention."""
         self._require_layer(layer)
         return self._k[layer].transpose(1, 2), self._v[layer].transpose(1, 2)
 
@@ -328,9 +326,7 @@ class PagedCache:
         self._free += [page for page in dict.fromkeys(pages) if not self._owners[page]]
 
     def _count(self, pages: list[int], more: int) -> None:
-        """Adds `more` owners to each page, on the host, and on the device after earlier
-        launches.
-        """
+        """Adds `more` owners to each page, on the host and, after earlier launches, the device."""
         if not pages:
             return
         for page in pages:
@@ -353,9 +349,7 @@ class PagedCache:
                 )
 
     def _require_one_owner(self, page_table: Tensor, pages: Tensor) -> None:
-        """Requires that each page to be written has one owner, and that a table of this cache is
-        still valid.
-        """
+        """Requires that each written page has one owner, and that the table is still valid."""
         if not torch.compiler.is_compiling():
             self._require_valid(page_table)
         owners = self._owners_there[pages.long()]

@@ -38,7 +38,6 @@ def reference(x, weight, bias, eps):
 
 
 def describe(x, weight, bias) -> dict:
-    """Returns the sizes. Raises ValueError if the tensors do not fit together."""
     same = x.shape[-1:] == weight.shape == bias.shape
     if not same or weight.dim() != 1 or len(weight) == 0:
         raise ValueError(

@@ -62,9 +62,7 @@ def _layer_norm_bwd_kernel(
     stride_gb, stride_gl, stride_xb, stride_xl, n_rows, n_inner,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Writes both partials[p] in program p, which takes every `num_programs`-th group of
-    ROWS rows.
-    """
+    """Writes both partials[p] in program p, for every `num_programs`-th group of ROWS rows."""
     offs_d = tl.arange(0, BLOCK_D)
     weight = load_rows(weight_ptr, offs_d, offs_d < D)
     dweight = tl.zeros([ROWS, BLOCK_D], tl.float32)

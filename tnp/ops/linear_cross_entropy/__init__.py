@@ -32,12 +32,10 @@ __all__ = ["linear_cross_entropy"]
 
 
 def reference(x, weight, target):
-    """Computes all logits at once in PyTorch."""
     return loss_of_logits(x @ weight.T, target)
 
 
 def describe(x, weight, target) -> dict:
-    """Returns the sizes. Raises ValueError if the tensors do not fit together."""
     require_floats(x=x, weight=weight)
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(
@@ -50,10 +48,7 @@ def describe(x, weight, target) -> dict:
 
 
 def draw(case, random) -> dict:
-    """Draws normal x of the case's `magnitude` (1), a weight in x's dtype, and targets.
-
-    One target in `ignored` does not count.
-    """
+    """Draws x of the case's `magnitude` (1), weight, and targets, one in `ignored` ignored."""
     n, d, v = (case.problem[name] for name in ("rows", "width", "classes"))
     return {
         "x": random(n, d) * (case["magnitude"] or 1.0),
@@ -72,9 +67,7 @@ def work(case, pass_) -> Work:
 
 
 def cases(target) -> list[Case]:
-    """Covers one and several chunks, the last one ragged; targets that do not count; sharp
-    softmaxes.
-    """
+    """Covers one and several chunks, a ragged one, ignored targets, and sharp softmaxes."""
     if target.kind != "cuda":
         return [
             OPERATOR.case("bfloat16", 23, 16, 200, ignored=3),
@@ -95,9 +88,7 @@ def cases(target) -> list[Case]:
 
 
 def condition(case, inputs) -> float:
-    """Estimates the loss's error from rounded logits. PyTorch's own error may cancel in the
-    mean.
-    """
+    """Estimates the loss's error from rounded logits; PyTorch's own may be 0 by chance."""
     import torch
 
     x, weight, target = (inputs[name] for name in ("x", "weight", "target"))
@@ -108,7 +99,6 @@ def condition(case, inputs) -> float:
 
 
 def within(model, run):
-    """Returns the problem of a language model."""
     if "vocabulary" not in model:
         return None
     return OPERATOR.problem(
@@ -125,10 +115,7 @@ OPERATOR = Operator(
     differentiated=("x", "weight"),
     keeps=(),
     backward_with_forward=True,
-    implementations=(
-        *by_pytorch(reference),
-        by_triton("triton", "linear_cross_entropy", _CODE),
-    ),
+    implementations=(*by_pytorch(reference), by_triton("triton", "linear_cross_entropy", _CODE)),
     describe=describe,
     draw=draw,
     reference=reference,
@@ -150,11 +137,7 @@ OPERATOR = Operator(
 
 
 def linear_cross_entropy(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    *,
-    implementation: str = "torch",
+    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *, implementation: str = "torch"
 ) -> torch.Tensor:
     """Returns the mean negative log-likelihood, in nats, over targets that count, with logits x
     weightᵀ.

@@ -107,9 +107,7 @@ def empty(wanted, inputs):
 
 
 def _kept_scale(n_rows: int) -> float:
-    """Returns the scale of the saved dW: about 1 / √n, and a power of two, so that nothing is
-    rounded.
-    """
+    """Returns the scale of the saved dW: about 1 / √n, a power of two, to round nothing."""
     return 2.0 ** -round(math.log2(n_rows) / 2)
 
 

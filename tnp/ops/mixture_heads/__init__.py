@@ -72,10 +72,7 @@ def _bmm(x, up, down):
 
 
 def _grouped_mm(x, up, down):
-    """Does the same as `_bmm`.
-
-    O is zero-padded to a multiple that grouped_mm takes.
-    """
+    """Does the same as `_bmm`, with O zero-padded to a multiple that grouped_mm takes."""
     from torch.nn.functional import grouped_mm, pad, silu
 
     n_out = down.shape[1]
@@ -87,7 +84,6 @@ def _grouped_mm(x, up, down):
 
 
 def describe(x, up, down) -> dict:
-    """Returns the sizes. Raises ValueError if the tensors do not fit together."""
     if up.dim() != 3 or down.dim() != 3 or down.shape[::2] != up.shape[:2]:
         raise ValueError(
             f"up is {tuple(up.shape)} and down {tuple(down.shape)}: "
@@ -124,9 +120,7 @@ def draw(case, random) -> dict:
 
 
 def work(case, pass_) -> Work:
-    """Counts the work of `mlp`, with n_components · n_outputs numbers in x's dtype written for each
-    row.
-    """
+    """Counts the work of `mlp`, and n_components · n_outputs numbers written for each row."""
     problem = case.problem
     n, d_model, d_ff, n_heads, n_out = (size for _, size in problem.sizes)
     products = {"forward": 1, "backward": 2}[pass_]
@@ -139,9 +133,7 @@ def work(case, pass_) -> Work:
 
 
 def cases(target) -> list[Case]:
-    """Covers one and many rows, padding, a ragged width, other numbers of heads and outputs,
-    strided x.
-    """
+    """Covers one and many rows, padding, ragged widths, other heads and outputs, strided x."""
     case = OPERATOR.case
     if target.kind != "cuda":
         sizes, padded = (70, 32, 48, 3, N_OUTPUTS), {"d_ff_real": 42}
@@ -180,7 +172,6 @@ def compiled(target) -> Iterator[Problem]:
 
 
 def within(model, run):
-    """Returns the problem of all targets."""
     return OPERATOR.problem(
         run["dtype"], rows=run["batch"] * run["n_target"], d_model=model["d_model"],
         d_ff=model.get("d_ff_storage") or model["d_ff"], n_components=model["n_components"],

@@ -75,11 +75,7 @@ def _lane_sums(x):
 @gluon.jit
 def _add_outputs(out, z, w0, w1, w2):
     h = z * sigmoid(z)
-    return (
-        out[0] + _lane_sums(h * w0),
-        out[1] + _lane_sums(h * w1),
-        out[2] + _lane_sums(h * w2),
-    )
+    return (out[0] + _lane_sums(h * w0), out[1] + _lane_sums(h * w1), out[2] + _lane_sums(h * w2))
 
 
 @gluon.jit

@@ -200,9 +200,7 @@ def configs_backward(call: Call) -> tuple[HeadsConfig, ...]:
 
 
 def prepare_backward(call: Call, config: HeadsConfig, inputs):
-    """Prepares the backward pass over chunks of rows. dz is stored transposed, in whole tiles of
-    rows.
-    """
+    """Prepares the backward pass over chunks of rows, with transposed dz in whole tiles."""
     (dout,), (x, up, down), _saved = inputs
     n_inner, n_hidden, (n_heads, n_out, _) = x.shape[-1], hidden_width(up.shape[1]), down.shape
     rows, cast, summed = rows_of(x), weights(up, down, x.dtype), summing(call, inputs[1])

@@ -31,9 +31,7 @@ MAX_D_Y = 4
 def split_parameters(
     parameters: torch.Tensor, sigma_min: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Splits [..., K, 1 + 2·d_y] into logits of the weights [..., K], mu and log sigma [..., K,
-    d_y], in float32.
-    """
+    """Returns weights' logits [..., K], mu and log sigma [..., K, d_y] in float32."""
     import torch
 
     if parameters.dtype != torch.float64:
@@ -130,9 +128,7 @@ def out_of_range(case, inputs):
 
 
 def work(case, pass_) -> Work:
-    """Counts parameters and y read once, and with a gradient, which the forward pass computes,
-    written once.
-    """
+    """Counts parameters and y read once, and with a gradient written once, forward."""
     problem = case.problem
     targets = 4 * problem["rows"] * problem["d_y"]
     parameters = problem["rows"] * problem["n_components"] * (1 + 2 * problem["d_y"])
@@ -146,9 +142,7 @@ def _case(batch, n, dtype="float32", k=10, d_y=1, floor=False, n_targets=False, 
 
 
 def cases(target) -> list[Case]:
-    """Covers both sides of a program's targets, few and many components, and extremes of
-    training.
-    """
+    """Covers both sides of a program's targets, few and many components, and extremes."""
     extremes = [
         _case(
             *((3, 67) if target.kind == "cuda" else (1, 33)),

@@ -49,9 +49,7 @@ CONFIG = Config(256, 2)
 
 @triton.jit
 def _exp(x):
-    """Returns e^x with float32's accuracy for |x| far from 0, where rounding x·log2(e) loses
-    digits.
-    """
+    """Returns e^x, also accurate for |x| far from 0, where rounded x·log2(e) loses digits."""
     if INTERPRETED:
         return tl.exp(x)
     x = tl.where(x < -200.0, -200.0, x)  # the rounding error of −inf would be NaN

@@ -43,14 +43,12 @@ E4M3_MULTIPLE = 16  # of D, because a library multiplies the rows of 8 bits
 
 
 def reference(x, up, down):
-    """Computes the formula in PyTorch, in x's dtype."""
     from torch.nn.functional import linear, silu
 
     return linear(silu(linear(x, up.to(x.dtype))), down.to(x.dtype))
 
 
 def describe(x, up, down) -> dict:
-    """Returns the sizes. Raises ValueError if the tensors do not fit together."""
     if up.dim() != 2 or down.shape != up.shape[::-1]:
         raise ValueError(
             f"up is {tuple(up.shape)} and down {tuple(down.shape)}: they must be [F, D] and [D, F]"
@@ -142,9 +140,7 @@ def cases(target) -> list[Case]:
 
 
 def compiled(target) -> Iterator[Problem]:
-    """Yields problems to compile: with so many rows that the hidden layer is saved, and
-    with more.
-    """
+    """Yields problems to compile: rows whose hidden layer is saved, and more rows."""
     for dtype in ("bfloat16", "float32") if target.capability == 90 else ("bfloat16",):
         for rows in (44_000, 70_000):
             yield OPERATOR.problem(dtype, rows=rows, d_model=512, d_ff=1408)
@@ -158,10 +154,7 @@ def within(model, run):
 
 
 def _single(call):
-    """Returns why `single` cannot serve a call, or None.
-
-    It takes widths that fit a program's registers.
-    """
+    """Returns why `single` cannot serve a call: Triton is missing, or D does not fit. Else None."""
     d = call.problem["d_model"]
     if (reason := triton_from(80)(call)) is not None or (MIN_D <= d <= MAX_D and d & (d - 1) == 0):
         return reason
@@ -196,9 +189,7 @@ def _up_shifted(x, up, down):
 
 
 def _without_scales(x, up, down):
-    """Computes the layer with x in 8 bits without scales: large numbers are cut, small ones
-    vanish.
-    """
+    """Computes the layer with x in 8 bits without scales: large numbers are cut."""
     from torch import float8_e4m3fn
 
     clamped = x.clamp(-448.0, 448.0)

@@ -77,10 +77,7 @@ def empty_again(wanted, inputs):
 
 
 def prepare_again(call: Call, config, inputs, *, products: ModuleType):
-    """Prepares the forward pass that saves nothing.
-
-    The hidden layer exists for a chunk of rows at a time.
-    """
+    """Prepares the forward pass that saves nothing, over chunks of rows."""
     x, up, down = inputs
     shape, dtype, flat = x.shape, x.dtype, x.dim() == 2
     rows, cast = _read(x, products), weights(up, down, dtype, tma=products is hopper_silu)
@@ -120,10 +117,7 @@ def empty_backward(wanted, inputs):
 
 
 def prepare_backward(call: Call, config, inputs, *, products: ModuleType, again: bool = False):
-    """Prepares the backward pass.
-
-    `again`: nothing was saved, and h and z are computed chunk by chunk.
-    """
+    """Prepares the backward pass. `again`: it computes h and z again, in chunks of rows."""
     (dy,), (x, up, down), _saved = inputs
     shape, flat, dtype, width = x.shape, x.dim() == 2, x.dtype, hidden_width(up.shape[0])
     # If z was saved, only a library's product reads x.

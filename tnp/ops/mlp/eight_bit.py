@@ -25,9 +25,7 @@ DZ_FACTOR = 1.1 * H_FACTOR
 
 
 def work(least: Work, pass_: str) -> Work:
-    """Counts the work of the layer in e4m3, except for the weights' gradients, half of the backward
-    pass.
-    """
+    """Counts the work of the layer in e4m3, except for the weights' gradients."""
     ((dtype, flops),) = least.flops.items()
     share = {"forward": 1.0, "backward": 0.5}[pass_]
     split = {"e4m3": share * flops, dtype: (1.0 - share) * flops}
@@ -43,9 +41,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _known(product: Tensor, a: Tensor, w: Tensor, factor: float) -> Tensor:
-    """Returns the product [T, N], rounded in units that are known from rows of a and w
-    before it.
-    """
+    """Returns the product [T, N], rounded in units known from rows of a and w."""
     bound = factor * a.double().norm(dim=1, keepdim=True) * w.double().norm(dim=1).max()
     return e4m3.in_units(product, e4m3.exponents(bound.float(), LEAST))
 

@@ -69,10 +69,7 @@ def _mlp_kernel(
 
 
 def configs(call):
-    """Returns the candidates.
-
-    The one for many rows is first if its tiles keep every multiprocessor busy.
-    """
+    """Returns the candidates; first the one for many rows if it fills the GPU."""
     few, many = CONFIGS[call.problem.itemsize]
     are_many = call.problem["rows"] >= many.block_m * call.target.multiprocessors
     return tuple(dict.fromkeys((many, few) if are_many else (few, many)))

@@ -25,12 +25,10 @@ __all__ = ["gelu_linear", "matmul"]
 
 
 def matmul_reference(a, b):
-    """Returns PyTorch's product."""
     return a @ b
 
 
 def describe_matmul(a, b) -> dict:
-    """Returns the sizes. Raises ValueError if the matrices do not fit together."""
     if a.dim() != 2 or b.dim() != 2:
         raise ValueError(
             f"a has shape {tuple(a.shape)} and b {tuple(b.shape)}: they must be [M, K] and [K, N]"
@@ -122,7 +120,6 @@ def matmul(a: Tensor, b: Tensor, *, implementation: str = "torch") -> Tensor:
 
 
 def gelu_linear_reference(x, weight, bias):
-    """Computes the formula in PyTorch, parameters cast to x's dtype."""
     import torch.nn.functional as F
 
     z = F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
@@ -144,7 +141,6 @@ def addmm_activation(x, weight, bias):
 
 
 def describe_gelu_linear(x, weight, bias) -> dict:
-    """Returns the sizes. Raises ValueError if the tensors do not fit together."""
     if x.dim() < 1 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
             f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}: they must be "
@@ -162,20 +158,14 @@ def describe_gelu_linear(x, weight, bias) -> dict:
 
 
 def draw_gelu_linear(case, random) -> dict:
-    """Draws normal numbers.
-
-    Parameters are float32, or in x's dtype if the case names them in "half".
-    """
+    """Draws normal numbers, and parameters in float32, or in x's dtype if named in "half"."""
     rows, n_in, n_out = (case.problem[name] for name in ("rows", "n_in", "n_out"))
     x, weight, bias = random(rows, n_in), random.weight(n_out, n_in), random(n_out)
     return {"x": x, "weight": weight.to(x.dtype) if case["half"] else weight, "bias": bias.float()}
 
 
 def work_gelu_linear(case, pass_) -> Work:
-    """Counts one product forward and two backward, and parameters in float32.
-
-    A training step writes z too.
-    """
+    """Counts one product forward, with z if training, and two backward; float32 parameters."""
     rows, n_in, n_out = (case.problem[name] for name in ("rows", "n_in", "n_out"))
     flops, size = 2.0 * rows * n_in * n_out, case.problem.itemsize
     x, y, parameters = rows * n_in * size, rows * n_out * size, 4.0 * (n_in + 1) * n_out

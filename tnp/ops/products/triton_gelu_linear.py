@@ -50,9 +50,7 @@ def _dgelu_kernel(
     dy_ptr, z_ptr, dz_ptr, partials_ptr, n_rows, n_columns, segment,
     WITH_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Writes dz of `segment` rows, a multiple of BLOCK_M, and its column sums. All are
-    contiguous.
-    """
+    """Writes dz of `segment` rows, a multiple of BLOCK_M, and its column sums, contiguous."""
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     begin = tl.program_id(0) * segment
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)

@@ -71,9 +71,7 @@ def _operand_tile(
     MAPPED: tl.constexpr, ROWS_MASKED: tl.constexpr, COLUMNS_MASKED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Loads a tile of a matrix with contiguous rows, by TMA or through pointers; 0 past its
-    ends.
-    """
+    """Loads a tile of a matrix with contiguous rows, by TMA or pointers; 0 past its ends."""
     if MAPPED:
         tile = x.load([row, column])
     else:
@@ -109,10 +107,7 @@ def _product_kernel(
     B_TRANSPOSED: tl.constexpr, K_MASKED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies a [M, K], or [K, M] if A_TRANSPOSED, and b [K, N], or [N, K].
-
-    out is contiguous.
-    """
+    """Multiplies a [M, K], or [K, M] if A_TRANSPOSED, and b likewise; out is contiguous."""
     n_row_tiles = tl.cdiv(n_rows, BLOCK_M)
     n_group = GROUP_M * tl.cdiv(n_columns, BLOCK_N)
     first = tl.program_id(0) // n_group * GROUP_M
@@ -171,10 +166,7 @@ class Operand:
 
     @classmethod
     def of(cls, x: torch.Tensor) -> Operand:
-        """Returns the operand of a matrix with any strides.
-
-        On the meta device its memory starts at a multiple of 16 bytes.
-        """
+        """Returns the operand of a matrix with any strides; meta memory counts as aligned."""
         copied = is_expanded(x) or 1 not in x.stride()
         transposed = not copied and x.stride(1) != 1
         (rows, columns), step = x.shape, x.shape[1] if copied else x.stride(0)
@@ -198,7 +190,6 @@ class Operand:
 
 
 def configs(call: Call) -> tuple[MatmulConfig, ...]:
-    """Returns the candidates for a matmul, the default first."""
     return candidates(call, *(call.problem[name] for name in "mnk"))
 
 

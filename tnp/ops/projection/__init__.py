@@ -52,7 +52,6 @@ def reference(x, weight):
 
 
 def describe(x, weight) -> dict:
-    """Returns the sizes. Raises ValueError if the tensors do not fit together."""
     require_product(x, weight)
     return {"rows": prod(x.shape[:-1]), "n_in": weight.shape[1], "n_out": weight.shape[0]}
 
@@ -161,8 +160,7 @@ PROJECT_QKV = Operator(
         Implementation(
             "fused",
             forward=Operation(
-                "project_qkv.forward",
-                (f"{_CODE}:QKV", f"{_CENTRED}:MANY", f"{_CENTRED}:TILES"),
+                "project_qkv.forward", (f"{_CODE}:QKV", f"{_CENTRED}:MANY", f"{_CENTRED}:TILES")
             ),
             backward=Operation("project_qkv.backward", (f"{_CODE}:QKV_BACKWARD",)),
             options=("base2", "centred", "n_keys"),

@@ -104,7 +104,6 @@ def configs(call: Call) -> tuple[MatmulConfig, ...]:
 
 
 def _tiles(problem: Problem, config: MatmulConfig) -> int:
-    """Counts the tiles of a sample."""
     rows, columns = problem["n_k"], problem["d_model"]
     return triton.cdiv(rows, config.block_m) * triton.cdiv(columns, config.block_n)
 
@@ -136,9 +135,7 @@ def prepare_tiles(call: Call, config: MatmulConfig, inputs: tuple) -> Callable:
 
 
 def prepare_samples(call: Call, config: object, inputs: tuple) -> Callable:
-    """Prepares queries and values by cuBLAS, −c by one launch of ours, and keys by one cuBLAS call
-    a sample.
-    """
+    """Prepares queries and values by cuBLAS, −c by one launch, keys by a cuBLAS call a sample."""
     x, _weight, n_keys = inputs
     shape = batch, n_k, width = tuple(call.problem[size] for size in ("batch", "n_k", "d_model"))
     read, strides = _read(x.narrow(1, 0, n_k))

@@ -74,7 +74,6 @@ def _block_k(call: Call) -> int:
 
 
 def configs(call: Call) -> tuple[Config, ...]:
-    """Returns the only candidate."""
     return (Config(8, min(MOST_WARPS, _block_k(call) // WARP_WIDTH)),)
 
 

@@ -103,7 +103,6 @@ def prepare_qkv(call: Call, config, inputs):
 
 
 def _factor(call: Call) -> float:
-    """Returns the factor of queries."""
     problem = call.problem
     return query_factor(problem["d_model"], problem["n_heads"], problem["base2"])
 
@@ -231,9 +230,7 @@ def _can_be_halves(dk: torch.Tensor, dv: torch.Tensor) -> bool:
 
 
 def _lies_as_rows(dy: torch.Tensor, width: int) -> bool:
-    """Returns whether [B, n_heads, rows, D] lies in memory as columns of contiguous [B, rows,
-    width].
-    """
+    """Returns whether [B, n_heads, rows, D] is a view of contiguous [B, rows, width]."""
     _, _, n, head_dim = dy.shape
     steps = zip(dy.stride(), (n * width, head_dim, width, 1), dy.shape, strict=True)
     return all(step == right for step, right, size in steps if size > 1)
@@ -275,9 +272,7 @@ def _gradients(
 def _of_x(
     call: Call, x: torch.Tensor, given: list[bool], widths: tuple[int, ...]
 ) -> Callable[..., torch.Tensor]:
-    """Returns a function for dx: dq w_q of the rows from `first` on, plus dk w_k + dv w_v of the
-    first n_k.
-    """
+    """Returns a function for dx = dq w_q of rows from `first` on, plus dk w_k + dv w_v."""
     of_dx, dtype, (batch, n_rows, d_model) = dense(*x.shape), x.dtype, x.shape
     n_q, n_k = call.problem["n_q"], call.problem["n_k"]
     first, factor, has_q, has_keys = n_rows - n_q, _factor(call), given[0], any(given[1:])

@@ -78,7 +78,6 @@ def _centred(rows, weight, n_keys):
 
 
 def describe(x, weight, n_keys, n_heads, n_q=None, n_k=None, centred=False, base2=False) -> dict:
-    """Returns the sizes. Raises ValueError if they do not fit together."""
     from tnp.util.checks import require_lengths
 
     require_product(x, weight)
@@ -132,9 +131,7 @@ def draw(case, random) -> dict:
 
 
 def condition(operator, case, inputs) -> dict[str, float]:
-    """Estimates the error of float32: each addition rounds, and centred keys are differences of
-    longer vectors.
-    """
+    """Estimates float32's error: additions round, centred keys subtract longer vectors."""
     import torch
 
     problem = case.problem
@@ -161,9 +158,7 @@ def work(case, pass_) -> Work:
 
 
 def cases(operator, target) -> list[Case]:
-    """Covers queries and keys of all rows, of one row, and of rows that overlap, meet or leave a
-    gap, centred or not.
-    """
+    """Covers all rows, one row, and queries and keys that overlap, meet or leave a gap."""
 
     def case(
         dtype: str, batch: int, rows: int, d_model: int, n_k: int, first: int = 0, **options: bool
@@ -225,9 +220,6 @@ def within(operator, model, run):
 
 
 def coordinates(problem) -> tuple[float, ...]:
-    """Returns the sizes that the cost of projections depends on.
-
-    The number of heads is none of them.
-    """
+    """Returns the sizes that projections' costs depend on: all but the number of heads."""
     batch, _rows, d_model, _n_heads, n_q, n_k = (size for _, size in problem.sizes)
     return batch * n_q, batch * n_k, d_model

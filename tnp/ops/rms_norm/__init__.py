@@ -39,7 +39,6 @@ def reference(x, weight, eps):
 
 
 def add_reference(x, update, weight, eps):
-    """Returns the sum and its norm."""
     total = x + update
     return total, reference(total, weight, eps)
 
@@ -64,7 +63,6 @@ def add_describe(x, update, weight, name="weight") -> dict:
 
 
 def draw(case, random) -> dict:
-    """Draws normal numbers, and a weight around 1."""
     import torch
 
     spread = random(case.problem["width"], dtype=torch.float32)
@@ -86,14 +84,11 @@ def _work(case, read: int, written: int, pass_: str) -> Work:
 
 
 def work(case, pass_) -> Work:
-    """Counts x → normalized, or x and dnormalized → dx."""
     return _work(case, 1 if pass_ == "forward" else 2, 1, pass_)
 
 
 def add_work(case, pass_) -> Work:
-    """Counts x and update → sum and normalized, or sum and both gradients → dx, which is dupdate
-    too.
-    """
+    """Counts x, update → sum, normalized, or sum and both gradients → dx = dupdate."""
     return _work(case, *((2, 2) if pass_ == "forward" else (3, 1)), pass_)
 
 
@@ -139,9 +134,7 @@ def _sizes(target):
 
 
 def _within(operator: Operator, model, run):
-    """Returns the problem of the norms of a neural process, or of a language model that uses
-    RMSNorm.
-    """
+    """Returns the problem of the norms of a neural process, or of a model with RMSNorm."""
     if model.get("norm", "rms") != "rms":
         return None
     return operator.problem(run["dtype"], rows=rows_within(run), width=model["d_model"])

@@ -70,10 +70,7 @@ def _rms_norm_wide_fwd_kernel(
     n_inner, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_UPDATE: tl.constexpr,
 ):  # fmt: skip
-    """Normalizes one row a program, a block of columns at a time.
-
-    The second reading comes from a cache.
-    """
+    """Normalizes one row a program, in blocks of columns; a cache serves the second reading."""
     row = tl.program_id(0)
     x_ptr += row_offsets(row, n_inner, stride_xb, stride_xl)
     update_ptr += row_offsets(row, n_inner, stride_ub, stride_ul)

@@ -41,10 +41,7 @@ def reference(x, update, norm_weight, weight, eps, silu=False):
 
 
 def describe(x, update, norm_weight, weight, silu=False) -> dict:
-    """Returns the sizes.
-
-    Raises ValueError if tensors do not fit together, or a gradient is requested.
-    """
+    """Returns the sizes. Raises ValueError for tensors that do not fit, or want a gradient."""
     tensors = {"x": x, "update": update, "norm_weight": norm_weight, "weight": weight}
     require_no_gradient("rms_norm_linear", **tensors)
     require_floats(weight=weight)

@@ -105,13 +105,11 @@ def _rms_norm_linear_kernel(
 
 
 def configs(call: Call) -> tuple[Config, ...]:
-    """Returns the only candidate."""
     by_itemsize = FEW_ROWS if call.problem["rows"] <= FEW else MANY_ROWS
     return (by_itemsize[call.problem.itemsize],)
 
 
 def empty(wanted: tuple[str, ...], inputs: tuple) -> tuple[tuple, tuple]:
-    """Allocates the sum and y, contiguous."""
     x, _update, _norm_weight, weight = inputs
     return (x.new_empty(x.shape), x.new_empty(*x.shape[:-1], len(weight))), ()
 

@@ -22,14 +22,12 @@ __all__ = ["rms_norm_swiglu"]
 
 
 def reference(x, gate, weight, eps):
-    """Computes both formulas in PyTorch, in x's dtype."""
     from torch.nn.functional import rms_norm, silu
 
     return silu(gate) * rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
 
 def describe(x, gate, weight) -> dict:
-    """Returns the sizes. Raises ValueError if the tensors do not fit together."""
     require_equal(gate=gate, x=x)
     if weight.dim() != 1 or x.shape[-1:] != weight.shape or weight.shape[0] == 0:
         raise ValueError(

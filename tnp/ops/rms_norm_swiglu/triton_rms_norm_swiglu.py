@@ -124,9 +124,7 @@ def _rms_norm_swiglu_bwd_chunks_kernel(
     D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
     WITH_X: tl.constexpr, WITH_GATE: tl.constexpr, WITH_WEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Computes the same as the kernel above, with dweight in partials[p], which no other program
-    uses.
-    """
+    """Computes the same as the kernel above, with dweight in partials[p], its own memory."""
     first = tl.program_id(0) * ROWS
     partials_ptr += tl.program_id(0).to(tl.int64) * D
     for start in tl.range(first, n_rows, tl.num_programs(0) * ROWS):

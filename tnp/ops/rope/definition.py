@@ -20,10 +20,7 @@ THETA = 10000.0
 
 
 def reference(q, k, cos, sin, positions=None, *, interleaved=False):
-    """Computes Hugging Face's formula.
-
-    If tables are wider than q, it computes in their dtype and rounds once.
-    """
+    """Computes Hugging Face's formula, in the tables' dtype if wider, and rounds once."""
     import torch
     from torch.nn.functional import embedding
 
@@ -47,7 +44,6 @@ def reference(q, k, cos, sin, positions=None, *, interleaved=False):
 
 
 def describe(q, k, cos, sin, positions=None, interleaved=False) -> dict:
-    """Returns the sizes. Raises ValueError if the tensors do not fit together."""
     for name, x, heads in (("q", q, "heads"), ("k", k, "kv_heads")):
         if x.dim() != 4:
             raise ValueError(f"{name} is {tuple(x.shape)}: it must be [batch, {heads}, tokens, D]")
@@ -169,7 +165,6 @@ def out_of_range(
 
 
 def of_heads(problem: Problem) -> float:
-    """Returns the bytes of q and k."""
     heads = problem["batch"] * (problem["heads"] + problem["kv_heads"])
     return heads * problem["n_tokens"] * problem["head_dim"] * problem.itemsize
 
@@ -215,9 +210,7 @@ def cases(operator: Operator, target: Target) -> list[Case]:
 
 
 def within(operator: Operator, model: Mapping, run: Mapping, qk_norm: bool) -> Problem | None:
-    """Returns the problem of a language model with rotary positions, and with or without
-    QK-norm.
-    """
+    """Returns the problem of a language model with rotary positions, with or without norms."""
     if not model.get("rope") or model.get("qk_norm", False) != qk_norm:
         return None
     return operator.problem(

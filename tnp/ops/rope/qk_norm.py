@@ -32,7 +32,6 @@ def reference(q, k, q_weight, k_weight, cos, sin, positions, eps, *, interleaved
 
 
 def describe(q, k, q_weight, k_weight, cos, sin, positions=None, interleaved=False) -> dict:
-    """Returns the sizes. Raises ValueError if the tensors do not fit together."""
     sizes = definition.describe(q, k, cos, sin, positions, interleaved)
     weights = {"q_weight": q_weight, "k_weight": k_weight}
     for name, x in weights.items():
@@ -55,10 +54,7 @@ def draw(case, random) -> dict:
 
 
 def work(case, pass_) -> Work:
-    """Counts q and k → rotated q and k, or with both gradients → gradients.
-
-    Tables and the float32 weights count once.
-    """
+    """Counts q and k → rotated, or with both gradients → gradients; tables and weights once."""
     size, weights = definition.of_heads(case.problem), 2 * case.problem["head_dim"] * 4
     read = definition.of_tables(case) + weights
     if pass_ == "forward":

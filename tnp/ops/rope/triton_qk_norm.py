@@ -69,9 +69,7 @@ def _walk_tokens(
     HALF: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, INTERLEAVED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Takes every `walkers`-th of `rows` tiles of tokens of these heads of q or k, and returns the
-    partial sum of the weight's gradient.
-    """
+    """Returns a weight's partial gradient over every `walkers`-th tile of these heads."""
     a_weight, b_weight = load_weight(weight_ptr, HALF, BLOCK, TOKENS, HEADS, INTERLEAVED)
     a_weight, b_weight = a_weight.to(tl.float32), b_weight.to(tl.float32)
     da_weight = tl.zeros([TOKENS, HEADS, BLOCK], tl.float32)
@@ -130,10 +128,7 @@ def _qk_norm_rope_bwd_kernel(
     HALF: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, INTERLEAVED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Writes gradients.
-
-    A token's heads are `blocks` tiles, q's first, and each tile has `walkers` programs.
-    """
+    """Writes gradients. A token's heads are `blocks` tiles, q's first, of `walkers` programs."""
     block, walker = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     partials_ptr += (block * walkers + walker).to(tl.int64) * 2 * HALF
     if block < q_blocks:

@@ -22,9 +22,7 @@ from tnp.ops.rope.definition import OPTIONS
 
 @dataclass(frozen=True)
 class Config:
-    """Sets the pairs of 16-bit elements in a tile, or half as many of 32 bits, and its most
-    heads.
-    """
+    """Sets the pairs of 16-bit elements in a tile (half as many of 32 bits), and its most heads."""
 
     pairs: int
     heads: int
@@ -199,10 +197,7 @@ def _rope_kernel(
     HAS_POSITIONS: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
     NORM: tl.constexpr,
 ):  # fmt: skip
-    """Rotates `n_tokens` tokens of all sequences of `length`.
-
-    A token's heads are BLOCKS tiles, q's first.
-    """
+    """Rotates `n_tokens` tokens of sequences of `length`; heads are BLOCKS tiles, q's first."""
     tokens = tl.program_id(0) // BLOCKS * TOKENS + tl.arange(0, TOKENS)
     block = tl.program_id(0) % BLOCKS
     b, at, row, in_tile, known = locate(
@@ -243,9 +238,7 @@ def readable(x: torch.Tensor) -> torch.Tensor:
 
 
 def empty_like(x: torch.Tensor) -> torch.Tensor:
-    """Allocates a tensor in the order of x's memory: a token's heads together, or a head's
-    tokens.
-    """
+    """Allocates a tensor in x's memory order: a token's heads together, or a head's tokens."""
     batch, heads, n_tokens, head_dim = x.shape
     if x.stride(1) < x.stride(2):
         return x.new_empty((batch, n_tokens, heads, head_dim)).transpose(1, 2)
@@ -321,10 +314,7 @@ def prepared(
 
 
 def checked(launch: Callable, call: Call) -> Callable:
-    """Returns the launch.
-
-    With TNP_CHECK=1 the device first asserts that the tables have all positions.
-    """
+    """Returns the launch; with TNP_CHECK=1 the device first asserts that positions are valid."""
     if not call.problem["positions"]:
         return launch
     return asserting(
@@ -348,10 +338,7 @@ def prepare(call, config, inputs):
 
 
 def _wanted(wanted, gradients):
-    """Returns the gradients to rotate back.
-
-    A gradient is None if it is unwanted, or its output was not used.
-    """
+    """Returns the gradients to rotate back, None if unwanted or if the output was not used."""
     pairs = zip(("q", "k"), gradients, strict=True)
     return tuple(x if name in wanted else None for name, x in pairs)
 

@@ -21,7 +21,6 @@ __all__ = ["softmax"]
 
 
 def reference(x):
-    """Computes the formula in PyTorch, in x's dtype."""
     from torch.nn.functional import softmax
 
     return softmax(x, -1)
@@ -44,7 +43,6 @@ def draw(case, random) -> dict:
 
 
 def work(case, pass_) -> Work:
-    """Counts x → y, or y and dy → dx."""
     size = case.problem["rows"] * case.problem["width"] * case.problem.itemsize
     return Work({}, size if pass_ == "forward" else 2 * size, size)
 

@@ -21,14 +21,12 @@ __all__ = ["swiglu"]
 
 
 def reference(gate, up):
-    """Computes the formula in PyTorch, in the inputs' dtype."""
     from torch.nn.functional import silu
 
     return silu(gate) * up
 
 
 def describe(gate, up) -> dict:
-    """Returns the sizes. Raises ValueError if the tensors do not fit together."""
     require_equal(up=up, gate=gate)
     if gate.dim() == 0:
         raise ValueError("gate has no dimensions: it must be [..., width]")
@@ -53,7 +51,6 @@ def draw(case, random) -> dict:
 
 
 def work(case, pass_) -> Work:
-    """Counts every operand once."""
     size = case.problem["rows"] * case.problem["width"] * case.problem.itemsize
     return Work({}, 2 * size, size) if pass_ == "forward" else Work({}, 3 * size, 2 * size)
 

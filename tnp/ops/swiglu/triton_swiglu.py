@@ -33,10 +33,7 @@ CONFIGS = (Config(1024, 4), Config(512, 2), Config(2048, 4), Config(2048, 8), Co
 
 @triton.jit
 def _tile(n_rows, width, n_tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Returns rows, 64-bit columns and the mask of this program's tile.
-
-    `n_tiles` tiles are side by side.
-    """
+    """Returns rows, 64-bit columns and mask of this program's tile, one of `n_tiles` a row."""
     rows = tl.program_id(0) // n_tiles * ROWS + tl.arange(0, ROWS)
     columns = (tl.program_id(0) % n_tiles).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     return rows, columns[None, :], (rows < n_rows)[:, None] & (columns < width)[None, :]

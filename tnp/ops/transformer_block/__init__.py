@@ -54,7 +54,6 @@ def describe(
     h, update, norm_attention, qkv, output, norm_mlp, up, down, n_keys,
     n_heads, n_q=None, n_k=None, centred=False, **layers,
 ) -> dict:  # fmt: skip
-    """Returns the sizes. Raises ValueError if the tensors do not fit together."""
     if h.dim() != 3:
         raise ValueError(f"h is {tuple(h.shape)}: it must be [B, L, d_model]")
     if update is not None:

@@ -75,7 +75,6 @@ class Layer:
         return choose_kernel(self.found.backward, self.operator, what, self.kernel.saves)
 
     def empty(self, inputs: tuple, scalars: tuple = ()) -> tuple[tuple, tuple]:
-        """Returns what `forward` does, uninitialized."""
         named = self.operator.of_results(dict(self.operator.call_options(self.call.problem)))
         return self.kernel.empty(self.wanted, inputs, **named)
 
@@ -199,7 +198,6 @@ def empty(wanted: tuple[str, ...], inputs: tuple, **options) -> tuple[tuple, tup
 
 
 def prepare(call: Call, config: None, inputs: tuple) -> Callable:
-    """Returns the launch of a forward pass."""
     return _launch(Layers(call), "forward")
 
 
@@ -213,7 +211,6 @@ def empty_backward(wanted: tuple[str, ...], inputs: tuple) -> tuple:
 
 
 def prepare_backward(call: Call, config: None, inputs: tuple) -> Callable:
-    """Returns the launch of a backward pass."""
     of = Layers(call)
     norm_1, project, attend, output, norm_2, mlp = of.each("backward")
     has_update, first, n_q = of.has_update, of.first, of.n_q
