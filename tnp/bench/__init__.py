@@ -1,1 +1,1 @@
-"""Measures time, memory and energy, each job in a process of its own. Holds no model code."""
+"""Measures time, memory and energy, each job in its own process. Holds no model code."""

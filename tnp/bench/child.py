@@ -1,4 +1,4 @@
-"""Runs one measurement in a process of its own: `python -m tnp.bench.child KIND PARENT REPORT`.
+"""Runs one measurement in its own process: `python -m tnp.bench.child KIND PARENT REPORT`.
 
 `reporting` is the child's side of `tnp.bench.process.run_child`, for every kind of measurement. A
 measurement reports "tables" (table → rows), or "timed" (rows without a table). Operators also

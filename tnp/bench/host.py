@@ -7,7 +7,7 @@ as a user of PyTorch calls it. The passes are:
 
     forward     a call that nobody differentiates
     recorded    a call that autograd records
-    training    a call and its backward pass: autograd hands it to a thread of its own and back
+    training    a call and its backward pass: autograd runs it on another thread
     chain       a call of many in a row, which go to that thread and back only once: the slope
                 between a chain of `CHAIN` calls and a single one
 

@@ -46,7 +46,7 @@ def run_child(
     this process, for any reason. The last lines that the child printed are printed here.
 
     Args:
-        command: the module, and arguments of its own.
+        command: the module and its arguments.
         timeout_s: seconds without a note until the child is killed. A slow machine may take longer
             in all, a process that hangs may not.
         environment: variables besides those of this process.

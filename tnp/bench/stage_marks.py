@@ -132,7 +132,7 @@ def _nodes(loss: torch.Tensor) -> Iterator[torch.autograd.graph.Node]:
 def _marks_in_generated_code() -> Iterator[None]:
     """Makes code that Inductor compiles inside the block mark each kernel's stage.
 
-    Nothing is cached: code compiled before or inside the block is compiled anew on its next run.
+    Nothing is cached: code compiled before or inside the block is recompiled on its next run.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import config, ir, scheduler

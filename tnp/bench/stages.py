@@ -50,7 +50,7 @@ def stage_rows(step: TrainingStep, task: Task, n_passes: int) -> list[dict[str, 
     """Returns a row for each stage and pass: its kernels, and ms a step over `n_passes` steps.
 
     Returns [] and logs a sentence if the profiler cannot tell. The step must have run before. A
-    compiled step is compiled anew, and again if it later runs without a graph.
+    compiled step is recompiled, and once more if it later runs without a graph.
     """
     try:
         undisturbed = _profile(lambda: step(task), n_passes, [ProfilerActivity.CUDA])

@@ -113,7 +113,7 @@ def measure_interleaved(
     policy: Policy,
     launches_per_call: int = 1,
 ) -> list[Measurement]:
-    """Times several contenders in rounds, so that drift hits all alike.
+    """Times several contenders in rounds, so that drift affects all equally.
 
     A round has one call of each. Every call has run before. Each round has a new random order, so
     that no contender always follows the same one. Each call takes the next inputs of its contender,

@@ -12,7 +12,7 @@ from tnp.figures.data import Row
 from tnp.figures.layout import SCREEN
 from tnp.figures.words import words
 
-WIDTH = 545  # px of the bars; with labels and padding some 800, GitHub's width
+WIDTH = 545  # px of the bars; with labels and padding about 800, GitHub's width
 BAR_HEIGHT = 18  # px
 SHAPES = 5  # at most
 GREY = "#757b82"  # 4.2 : 1 on white and 4.5 : 1 on GitHub's dark page

@@ -16,7 +16,7 @@ LABEL_HEIGHT = 18  # px, of a label above its line
 NUMBERS_WIDTH = 50  # px, of the numbers of a y axis and its name
 CHARACTER_WIDTH = 0.49  # of the font size, on average
 
-# Each panel has lines of its own. Given to `concat`, as each of Altair's methods copies all panels.
+# Panels have different lines. It is an argument of `concat`: Altair's methods copy all panels.
 OWN_LINES = alt.Resolve(scale=alt.ScaleResolveMap(yOffset="independent"))
 
 

@@ -1,4 +1,4 @@
-"""Shows whether the model learns from its context, and whether it learns alike through our kernels.
+"""Shows whether the model learns from its context, and equally well through our kernels.
 
 If view `training_equivalence` compares runs, their losses and differences (`training_differences`)
 come first. View `training_curves` gives a panel for each device and run: the held-out

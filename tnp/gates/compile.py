@@ -98,7 +98,7 @@ def _compiled(index: int) -> dict:
 def collect(launches: Iterable[Launch]) -> list[Any]:
     """Returns the jobs of `launches`, once each. Afterwards this process cannot launch anything.
 
-    Triton keeps compiled kernels by device, so each capability is a device of its own here.
+    Triton keeps compiled kernels by device, so each capability stands for a device here.
     """
     import triton
     from triton.backends.compiler import GPUTarget

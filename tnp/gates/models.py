@@ -167,7 +167,7 @@ def padding(model: TransformerNP) -> float:
 
 
 def train(step: TrainingStep, device: torch.device, n_steps: int) -> torch.Tensor:
-    """Returns the losses of `n_steps` steps, each on a task of its own."""
+    """Returns the losses of `n_steps` steps, each on its own task."""
     return torch.stack([step(task(device, index)) for index in range(n_steps)])
 
 
