@@ -10,6 +10,7 @@ from itertools import cycle, islice
 import pytest
 import torch
 
+from tests.ops.every_operator import EVERY, drawn
 from tests.ops.problems import DEVICE, HERE, assert_within_budget, by, unexpected
 from tnp.dispatch import devices, selection
 from tnp.dispatch.registry import catalog
@@ -201,3 +202,27 @@ def test_a_gradient_has_its_inputs_dtype(operator):
             of_input = small.get(name.removeprefix("d"))
             assert of_input is None or got[name].dtype == of_input.dtype, name
             torch.testing.assert_close(got[name].float(), x.float(), rtol=2e-2, atol=1e-2)
+
+
+class Silent(torch.autograd.Function):
+    """The identity, which passes no gradient on."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None
+
+
+@EVERY
+def test_no_gradient_comes_of_none(operator, found, case):
+    if not operator.differentiated or not found.differentiable:
+        pytest.skip("it gives no gradient")
+    inputs, outputs = drawn(operator, found, case)
+    scale = torch.ones((), requires_grad=True, device=DEVICE)
+    given = outputs(*(x * scale.to(x.dtype) for x in inputs))
+    (sum(Silent.apply(x).sum() for x in given) + scale).backward()
+    # Nothing, or zeros: what autograd puts in place of a gradient that is not there.
+    assert scale.grad == 1.0

@@ -155,13 +155,15 @@ def _turns_kernel(
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the gate runs it there")
 @pytest.mark.parametrize(
-    "n_q, n_keys, n_k",
-    [(600, 600, 600), (500, 777, 777), (777, 300, 300), (65, 1000, 1000), (1, 129, 129),
-     (700, 65, 600), (300, 130, 300), (300, 1, 300)],
+    "n_q, n_keys, n_k, causal, window",
+    [
+        (600, 600, 600, True, 0), (600, 600, 600, True, 70), (500, 777, 777, False, 70),
+        (777, 300, 300, True, 300), (777, 300, 300, True, 0), (65, 1000, 1000, False, 0),
+        (65, 1000, 1000, True, 70), (1, 129, 129, True, 0), (1, 129, 129, False, 70),
+        (700, 65, 600, True, 0), (700, 65, 600, True, 300), (300, 130, 300, False, 70),
+        (300, 130, 300, True, 70), (300, 1, 300, True, 0), (300, 1, 300, False, 0),
+    ],
 )  # fmt: skip
-@pytest.mark.parametrize(
-    "causal, window", [(False, 0), (True, 0), (True, 70), (False, 70), (True, 300)]
-)
 def test_blocks_of_keys_take_turns_in_the_order_in_which_they_are_launched(
     n_q, n_keys, n_k, causal, window
 ):

@@ -145,29 +145,6 @@ def test_a_fork_shares_pages_until_one_of_them_writes():
     assert_holds(of, second, 0, joined(new, more))
 
 
-def test_forks_that_write_at_once_leave_one_of_them_the_page():
-    of = cache(n_pages=2)
-    first = of.allocate()
-    of.append(first, *tokens(2, 3, 4))
-    both = [first, of.fork(first)]
-    of.append(both, *tokens(2, 2, 1, 4))
-    assert of.n_free == 0 and pages(of, both[0]) != pages(of, both[1])
-
-
-def test_a_full_cache_changes_nothing():
-    of = cache(n_pages=2)
-    first = of.allocate()
-    of.append(first, *(new := tokens(2, 3, 4)))
-    second = of.fork(first)
-    sentence = "2 pages of 4 tokens are needed and 1 of 2 are free: free a sequence, or make"
-    with pytest.raises(CacheFull, match=sentence):
-        of.append(second, *tokens(2, 5, 4))
-    with pytest.raises(CacheFull, match="2 pages of 4 tokens are needed"):
-        of.allocate(5)
-    assert of.n_free == 1 and pages(of, second) == pages(of, first)
-    assert_holds(of, second, 0, new)
-
-
 def test_page_tables_of_a_fixed_width():
     of = cache()
     one, two = of.allocate(1), of.allocate(9)
