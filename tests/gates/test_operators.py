@@ -1,4 +1,4 @@
-"""The generic gate: green of all that is ours, and red of each thing that it is there to find."""
+"""Tests that the generic gate is green for all of ours, and red for each fault."""
 
 import re
 from dataclasses import replace
@@ -190,7 +190,7 @@ FORWARD = triton_swiglu.FORWARD
 
 
 def raising(error, at_width):
-    """The forward kernel, which raises an error at the case of one width."""
+    """Returns the forward kernel, which raises an error at the case of one width."""
 
     def prepare(call, config, inputs):
         if call.problem["width"] == at_width:

@@ -33,7 +33,7 @@ emulates = pytest.mark.skipif(emulation.COMPILER is None, reason="g++ is not ins
 
 @pytest.fixture
 def here(monkeypatch):
-    """As where a compiler is, whose kernels then run on this CPU."""
+    """Pretends that a compiler is here. Kernels then run on this CPU."""
     nvrtc.missing.cache_clear()
     monkeypatch.setattr(nvrtc, "_is_installed", lambda module: True)
     monkeypatch.setattr(nvrtc, "_nvrtc_is_here", lambda: True)
@@ -145,7 +145,7 @@ def test_16_bytes_are_read_at_once_where_every_row_begins_at_them():
 
 
 def bound(op: str, name: str, case, options=()) -> launch.Bound:
-    """The launch of a case's inputs on the meta device, where nothing runs."""
+    """Returns the launch of a case's inputs on the meta device, where nothing runs."""
     from tnp.ops._shared.random_values import Random
 
     operator, noted = catalog().operator(op), []
@@ -189,7 +189,7 @@ def test_a_launch_is_noted_with_the_hash_of_its_source(here):
 
 
 def judged(op: str, name: str, case, wanted=()) -> list[tuple[str, float, float]]:
-    """Results of a case against float64, where what is not written is NaN."""
+    """Judges results of a case against float64. Memory that is not written is NaN."""
     operator = catalog().operator(op)
     found = catalog().load(op, name)
     setting = replace(Setting.of(operator, found, case, DEVICE), wanted=wanted)

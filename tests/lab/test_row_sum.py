@@ -1,4 +1,4 @@
-"""Sums of rows: what their gate's cases do not see, and their CUDA C++ run on this CPU."""
+"""Tests sums of rows in cases that their gate does not have, and in CUDA C++ on this CPU."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ IN_CUDA = ("tree", "shuffles")
 
 
 def summed(x: torch.Tensor, name: str = "triton", config: Config | None = None) -> torch.Tensor:
-    """By a kernel with this configuration, or with its default."""
+    """Returns the sums by a kernel with this configuration, or with its default."""
     forced = {"row_sum.forward": ("triton", config)} if config else None
     target = None if name == "triton" else H200
     return plans.build(OPERATOR, name, (x,), (), (), target, forced).run((x,), ())

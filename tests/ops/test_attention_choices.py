@@ -1,4 +1,4 @@
-"""Which implementation, kernel and configuration of attention runs where: decided without a GPU."""
+"""Tests which implementation, kernel and configuration of attention runs where, without a GPU."""
 
 import json
 import math
@@ -177,7 +177,7 @@ def test_an_entry_of_what_is_not_there_is_passed_over_and_named_once(changes, sa
 
 
 def test_an_entry_with_the_calls_options_comes_before_one_without():
-    """In float32, for which nothing is predicted. Other sizes take the default."""
+    """Uses float32, for which nothing is predicted. Other sizes take the default."""
     for options, kernel in (({}, "triton"), ({"n_keys": True}, "few_keys")):
         config = selection.kernels_of(FUSED)[kernel].configs(call("small", "float32"))[0]
         mine = problem("small", "float32", **options)
@@ -356,7 +356,7 @@ def test_counts_of_the_backward_pass_are_those_of_the_launches():
     few, many, heads = sized(850, 60), sized(850, 1000), 64
     separate, fused = (selection.kernels_of(one) for one in (SEPARATE, FUSED))
     config = next(one for one in fused["few_keys"].configs(few) if one.block_m == 128)
-    # Of 7 tiles the first three programs of a head have two, and the fourth, were it there, one.
+    # Three programs of a head have two of 7 tiles each, and a fourth would have one.
     assert fused["few_keys"].counts(few, config) == pytest.approx((1, heads * 7 / 132, 3, 1))
     # 512 blocks of 128 keys in 4 rounds; 14 tiles of 64 queries, an even number with the padding.
     config = fused["hopper"].configs(many)[0]

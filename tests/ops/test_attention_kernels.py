@@ -1,4 +1,4 @@
-"""Every kernel, called directly: n_keys, extreme scores, controls where the floor is the budget.
+"""Tests kernels of attention called directly: n_keys, extreme scores, segments, memory.
 
 On the CPU the portable ones are interpreted, and those for Hopper skipped.
 """
@@ -107,7 +107,7 @@ def counts(*n_keys: int) -> torch.Tensor:
 
 
 def reference(q, k, v, do, n_keys=None, dtype=torch.float64) -> list[torch.Tensor]:
-    """o, dq, dk, dv in `dtype`, each sample with its own keys alone."""
+    """Returns o, dq, dk, dv in `dtype`, each sample with its own keys alone."""
     samples = []
     for b, length in enumerate([k.shape[2]] * len(q) if n_keys is None else n_keys.tolist()):
         inputs = [x[b : b + 1].to(dtype).requires_grad_() for x in (q, k, v)]

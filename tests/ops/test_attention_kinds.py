@@ -1,4 +1,4 @@
-"""Attention of every kind through the public function: masks, grouped heads, what is refused."""
+"""Tests attention of every kind through the public function: masks, lengths, dtypes."""
 
 import sys
 
@@ -77,7 +77,7 @@ def test_a_window_that_bounds_nothing_has_the_plan_of_none(implementation, causa
 
 @pytest.mark.parametrize("implementation", ["fused", "reference"])
 def test_a_problem_with_a_huge_window_is_one_without(implementation):
-    """As from a configuration, which goes by no public function."""
+    """A configuration asks so, without the public function."""
 
     def windowed(*inputs, **asked):
         options = tuple(asked.items())
@@ -182,7 +182,7 @@ def test_operators_keep_their_contracts(kind):
     [("fused", torch.float32), ("reference", torch.float64), ("sdpa_flash", torch.float32)],
 )
 def test_a_compute_dtype_is_casts_by_hand(implementation, dtype):
-    """What comes back has the inputs' dtype, lse stays as it is."""
+    """Results have the inputs' dtype, and lse stays float32."""
     inputs = [x.to(dtype) for x in draw(5, 7)]
     asked = {"causal": True, "implementation": implementation}
 

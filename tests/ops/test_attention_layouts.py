@@ -1,4 +1,4 @@
-"""Layouts of queries, keys and values: there and back, without copies, and what is refused."""
+"""Tests layouts of queries, keys and values: there and back, without copies, and refusals."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Weights cast once a step are those cast where they are used, whatever happens to them between."""
+"""Tests that weights cast once a step equal those cast at each use."""
 
 import copy
 from threading import Thread

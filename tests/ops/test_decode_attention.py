@@ -1,5 +1,6 @@
-"""Decode attention: how work is shared, what is read, pages, refusals. The operators' gate compares
-numbers with float64.
+"""Tests decode attention: how work is shared, what is read, pages.
+
+The gate compares numbers with float64.
 """
 
 import random
@@ -138,7 +139,7 @@ def test_views_are_read_where_they_lie_in_two_launches_or_one():
 
 
 def test_what_is_out_of_range_is_nan_in_its_own_sequence():
-    """As on CUDA, where the host does not know the numbers; and nothing is read there."""
+    """On CUDA the host does not know the numbers. Nothing is read there."""
     page = 16
     inputs = draw([96, 20, 40, 33], page=page)
     q, k, v, lengths, table = inputs
@@ -165,7 +166,7 @@ def test_what_is_out_of_range_is_nan_in_its_own_sequence():
 
 
 def test_numbers_that_the_host_cannot_read_are_not_asked_for():
-    """In one graph, and of fake tensors."""
+    """Calls it in one graph, and with fake tensors."""
     inputs = draw([5, 9], n_keys=32, page=16)
     compiled = torch.compile(decode_attention, fullgraph=True, backend="eager")
     close(compiled(*inputs, scale=SCALE, implementation="reference"), inputs)
@@ -192,7 +193,7 @@ def test_a_cache_in_8_bits_is_multiplied_by_its_descales(each):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="an interpreter has one order")
 def test_equal_from_run_to_run():
-    """Of pairs that many programs share, in whatever order these come to an end."""
+    """Many programs share a pair, and come to an end in any order."""
     lengths = [16_000, 9_000, 17, 0]
     inputs = [x if x is None else x.cuda() for x in draw(lengths, n_queries=2, n_keys=16_384)]
     first = ours(*inputs)

@@ -1,4 +1,4 @@
-"""The first embedding layer: what a token is, contracts, what it refuses.
+"""Tests the first embedding layer: tokens, resolution, gradients of points.
 
 The gate compares it with float64 (`tests.gates.test_operators`).
 """

@@ -109,7 +109,12 @@ def test_every_configuration_is_within_its_budget(operator):
 
 
 def beside(x: torch.Tensor) -> torch.Tensor:
-    """Returns x in rows that lie further apart, and begin at no multiple of 16 bytes."""
+    """Returns x in rows that lie further apart, and begin at no multiple of 16 bytes.
+
+    Elements of a vector lie further apart.
+    """
+    if x.dim() == 1:
+        return x.repeat_interleave(2)[::2]
     wide = x.new_zeros(*x.shape[:-1], x.shape[-1] + 3)
     wide[..., 1:-2] = x
     return wide[..., 1:-2]
@@ -205,7 +210,7 @@ def test_a_gradient_has_its_inputs_dtype(operator):
 
 
 class Silent(torch.autograd.Function):
-    """The identity, which passes no gradient on."""
+    """Returns its input, and passes no gradient on."""
 
     @staticmethod
     def forward(ctx, x):

@@ -13,7 +13,7 @@ D = 16
 
 
 def rows(offset: int = 0, padding: int = 0, dtype: torch.dtype = torch.float16) -> torch.Tensor:
-    """[1, 2, 3, 16], `offset` elements from an aligned address, with `padding` behind each row."""
+    """Returns [1, 2, 3, 16], `offset` elements from an aligned address, rows `padding` apart."""
     storage = torch.arange(offset + 6 * (D + padding), dtype=torch.float32).to(dtype)
     assert storage.data_ptr() % 16 == 0
     return storage[offset:].view(1, 2, 3, D + padding)[..., :D]

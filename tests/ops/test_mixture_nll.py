@@ -1,4 +1,4 @@
-"""The loss in float32 against float64, to the extremes training can reach."""
+"""Tests the loss in float32 against float64, to the extremes training can reach."""
 
 import math
 

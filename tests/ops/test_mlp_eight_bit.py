@@ -1,4 +1,4 @@
-"""The feed-forward layer in 8 bits: the quantizer bit by bit, its bounds, refusals, kernels."""
+"""Tests the feed-forward layer in 8 bits: the quantizer bit by bit, and its bounds."""
 
 import math
 

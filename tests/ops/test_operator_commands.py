@@ -1,5 +1,4 @@
-"""`python -m tnp.bench` and `python -m tnp.tuning.device`: what they say, and what they do not
-start."""
+"""Tests what `python -m tnp.bench` and `python -m tnp.tuning.device` say and start."""
 
 import os
 import subprocess
@@ -38,14 +37,14 @@ SIZES = ["--rows", "6", "--width", "40", "--dtype", "float32"]
 
 
 def sentence(capsys) -> str:
-    """All that was said, one line."""
+    """Returns all that was said, which is one line."""
     (line,) = capsys.readouterr().err.splitlines()
     return line
 
 
 @pytest.fixture
 def declared(monkeypatch):
-    """SwiGLU alone, with what is changed of it."""
+    """Declares SwiGLU alone, with changes."""
 
     def declare(*own, **changes):
         known = *OPERATOR.implementations, *own
@@ -130,7 +129,7 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(arguments, said, capsys):
 
 
 def test_what_runs_here_is_timed_and_the_others_say_why(declared, monkeypatch, capsys):
-    """In this process, and not as long as a number to be believed takes."""
+    """It times in this process, for too short a time to believe the numbers."""
 
     def run_isolated(kind, parameters, timeout_s):
         return measure_op(parameters | {"timing": TIMING}, time.perf_counter())

@@ -1,4 +1,4 @@
-"""The paged cache: whose pages are whose, what they hold, and what decode attention makes of it."""
+"""Tests the paged cache: whose pages are whose, what they hold, and attention over it."""
 
 import random
 
@@ -18,12 +18,12 @@ def cache(n_pages=8, page=4, dtype=torch.float32, **sizes) -> PagedCache:
 
 
 def tokens(*shape, dtype=torch.float32):
-    """k and v [*, n_kv_heads, T, head_dim]."""
+    """Returns k and v [*, n_kv_heads, T, head_dim]."""
     return [torch.randn(*shape, device=DEVICE).to(dtype) for _ in range(2)]
 
 
 def contents(of: PagedCache, handle, layer=0) -> list[torch.Tensor]:
-    """k and v of a sequence [n_kv_heads, T, head_dim], by its page table."""
+    """Returns k and v of a sequence [n_kv_heads, T, head_dim], by its page table."""
     (length,), (table,) = of.lengths(handle, layer).tolist(), of.page_table(handle).long()
     return [x[table].transpose(0, 1).flatten(1, 2)[:, :length] for x in of.layer(layer)]
 
@@ -42,7 +42,7 @@ def joined(before, new):
 
 
 def check_pages(of: PagedCache, sequences: dict, n_pages: int) -> None:
-    """No page is lost, and none is another's unless the two are forks that it was shared by."""
+    """Asserts that no page is lost, and that only forks share one."""
     owners: dict[int, list] = {}
     for handle in sequences:
         for at, page in enumerate(pages(of, handle)):
@@ -209,7 +209,7 @@ def captured(step):
 
 
 def test_a_captured_step_writes_where_its_tensors_say():
-    """Over pages' edges, beside a fork, in every layer: as `append` does it."""
+    """It passes pages' edges beside a fork, in every layer, as `append` does."""
     of, same = cache(n_pages=24), cache(n_pages=24)
     both, prompts = [], [tokens(2, 2, 3, 4) for _ in range(2)]
     for one in (of, same):

@@ -1,5 +1,4 @@
-"""Items of Hopper's backward passes that are split, along the queries or by the heads that share
-keys: which, and their sum.
+"""Tests which items of Hopper's backward passes are split, and the sum of their parts.
 
 The kernel that works on pieces runs on a GPU alone (gate `op--attention--fused` has such problems);
 the one that adds them up is interpreted here.
@@ -27,7 +26,7 @@ def call(batch: int, n_q: int, n_k: int, **options) -> Call:
 
 
 def rounds(what: Call, found: tuple[int, int] | None) -> float:
-    """Whole items' worth of queries that the busiest of 132 multiprocessors walks."""
+    """Returns the whole items of queries that the busiest of 132 multiprocessors walks."""
     n_items = n_key_tiles(what, BLOCK_N)
     n_whole, n_pieces = found or (n_items, 1)
     last = -(-(n_items - n_whole) * n_pieces // 132)

@@ -1,4 +1,4 @@
-"""A block as one operator, beside its layers one after another. The generic gate does the rest."""
+"""Tests a block as one operator beside its layers. The generic gate does the rest."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,7 +37,7 @@ def model(variant: Variant) -> TransformerNP:
 
 
 def one_by_one(net: TransformerNP) -> TransformerNP:
-    """The model with an empty hook at each MLP."""
+    """Returns the model with an empty hook at each MLP."""
     for block in net.blocks:
         block.mlp.register_forward_hook(lambda *_: None)
     return net
@@ -140,7 +140,7 @@ def test_a_method_of_a_layer_may_be_replaced():
 
 
 def padded(x: torch.Tensor) -> torch.Tensor:
-    """A copy whose rows lie further apart."""
+    """Returns a copy whose rows lie further apart."""
     wide = torch.full((*x.shape[:-1], x.shape[-1] + 16), 7, dtype=x.dtype, device=x.device)
     return wide[..., : x.shape[-1]].copy_(x)
 

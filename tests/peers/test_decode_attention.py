@@ -1,4 +1,4 @@
-"""What we hand to other packages' decode attention and what we take back, with stand-ins for them.
+"""Tests what other packages' decode attention is given and returns, with stand-ins.
 
 The stand-ins have the layouts, arguments and results of fa3-fwd 0.0.3 and flashinfer-python
 0.7.2.post1.
@@ -53,7 +53,7 @@ def test_layouts_of_fa3(fa3, n_queries):
 
 @pytest.fixture
 def plans(monkeypatch):
-    """A stand-in for FlashInfer, and the plans that were made."""
+    """Installs a stand-in for FlashInfer, and returns the plans that were made."""
     made = []
 
     class BatchDecodeWithPagedKVCacheWrapper:
