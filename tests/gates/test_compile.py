@@ -283,7 +283,7 @@ class FakeJob:
         return compiled | numbers
 
 
-def test_what_is_kept_is_not_compiled_and_what_spilled_stays_red(tmp_path, monkeypatch):
+def test_kept_results_are_not_compiled_and_spills_stay_red(tmp_path, monkeypatch):
     monkeypatch.setattr(kept, "code", lambda job: job.asked)
     path = tmp_path / "compiled.csv"
     first = list(compilation.rows_of([FakeJob("a"), FakeJob("b", spill=16)], path))
@@ -301,7 +301,7 @@ def test_what_is_kept_is_not_compiled_and_what_spilled_stays_red(tmp_path, monke
         list(compilation.rows_of([FakeJob("d", spill=-1)], path))
 
 
-def test_what_is_kept_is_what_the_compiler_says():
+def test_kept_results_equal_the_compilers():
     """Compiles one of the fastest kernels anew, and compares with its kept result."""
     script = """
 import json
@@ -337,7 +337,7 @@ def test_every_operation_that_a_table_names_is_compiled_as_it_says():
         assert (entry["of"], entry["choice"], entry["config"]) in compiled
 
 
-def test_what_a_table_names_is_compiled_with_lengths_where_it_can_be():
+def test_configurations_of_a_table_are_compiled_with_lengths_where_possible():
     problems = [launch.call.args[2] for launch in launches._of_tables(OPERATOR)]
     counted = [problem for problem in problems if problem["n_keys"]]
     assert counted and len(counted) < len(problems)  # some configurations take none

@@ -33,7 +33,7 @@ def test_a_program_walks_down_a_row():
     assert ratio(summed(x, config=Config(16, 2, 1)), x) <= OPERATOR.budget.outputs
 
 
-def test_what_is_not_finite_goes_the_way_of_pytorch():
+def test_infinities_and_nan_are_summed_as_pytorch_does():
     x = torch.randn(3, 130, device=DEVICE)
     x[0, 77], x[1, 66] = -float("inf"), float("nan")
     torch.testing.assert_close(summed(x), x.sum(-1), equal_nan=True)

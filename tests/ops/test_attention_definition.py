@@ -18,7 +18,7 @@ def drawn(case, device=CPU) -> tuple:
     return tuple(tensors.get(name) for name in OPERATOR.tensors)
 
 
-def test_a_case_has_sizes_in_order_options_and_what_is_drawn():
+def test_a_case_has_sizes_options_and_values_to_draw():
     case = OPERATOR.case("float32", 2, 3, 4, 5, 16, lengths="1,5", n_keys=True, magnitude=2.0)
     sizes = {"batch": 2, "n_heads": 3, "n_q": 4, "n_k": 5, "head_dim": 16}
     assert case.problem == OPERATOR.problem("float32", **sizes, n_keys=True)

@@ -157,7 +157,7 @@ def test_compiles_in_one_graph(kind):
 
 @ours
 @pytest.mark.parametrize("kind", [CU, COUNTED], ids="-".join)
-def test_fake_tensors_are_not_asked_what_they_hold(implementation, kind):
+def test_values_of_fake_tensors_are_not_read(implementation, kind):
     x = draw(20, 20)[0]
     with FakeTensorMode() as mode:
         fake = {name: mode.from_tensor(one) for name, one in ({"x": x} | kind).items()}
@@ -210,7 +210,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("name, kind, reason", REFUSED)
-def test_what_does_not_take_a_kind_says_so(name, kind, reason):
+def test_an_implementation_that_refuses_a_kind_says_so(name, kind, reason):
     x = torch.zeros(1, 2, 20, 64, dtype=torch.bfloat16, device=DEVICE)
     with pytest.raises(RuntimeError, match=f"'{name}' cannot run here: {reason}"):
         attention(x, x, x, implementation=name, **kind)

@@ -11,7 +11,7 @@ from tnp.ops.attention.torch_forms import visible
 
 
 @pytest.mark.parametrize("kind", [{}, {"causal": True}, {"window": 3}], ids=str)
-def test_lse_is_the_logarithm_of_what_softmax_divides_by(kind):
+def test_lse_is_the_logarithm_of_the_softmaxs_denominator(kind):
     """Gradients pass through it, alone and beside those of o. A query without keys has −inf."""
     q, k, v, do = (x.requires_grad_() for x in draw(N, 20))
     dlse = torch.randn(1, 2, N, generator=torch.Generator().manual_seed(0)).to(DEVICE)

@@ -143,7 +143,7 @@ def longest(cu, n_rows=14):
         ([0, 4, 9], "ends with 9 and k has 8 rows: they must be equal"),
     ],
 )
-def test_what_asks_the_device_for_the_longest_refuses_what_cannot_be(ends, sentence, inference):
+def test_asking_the_device_for_the_longest_refuses_wrong_lengths(ends, sentence, inference):
     """It refuses each time, and asks the device once where all is well."""
     with torch.inference_mode(inference):
         cu = torch.tensor(ends, dtype=torch.int32)

@@ -66,7 +66,7 @@ def test_classes_that_cannot_be():
     assert loss.item() == pytest.approx(math.log(300))
 
 
-def test_what_is_not_finite_is_not_hidden():
+def test_infinities_and_nan_are_not_hidden():
     for bad in (float("nan"), float("inf")):
         logits = normal(3, 50)
         logits[1, 7] = bad

@@ -110,7 +110,7 @@ def test_a_query_without_a_key_gives_zero():
 
 
 @pytest.mark.parametrize("page", [None, 32])
-def test_what_lies_past_a_sequence_is_not_read(page):
+def test_memory_past_a_sequence_is_not_read(page):
     """NaN in rows past the lengths and in pages that nobody has, and what are no pages' numbers."""
     inputs = draw([0, 33, 96, 64], page=page)
     expected = ours(*inputs)
@@ -138,7 +138,7 @@ def test_views_are_read_where_they_lie_in_two_launches_or_one():
         assert o.shape == inputs[0].shape and o.transpose(1, 2).is_contiguous()
 
 
-def test_what_is_out_of_range_is_nan_in_its_own_sequence():
+def test_a_number_out_of_range_is_nan_in_its_own_sequence():
     """On CUDA the host does not know the numbers. Nothing is read there."""
     page = 16
     inputs = draw([96, 20, 40, 33], page=page)
@@ -247,7 +247,7 @@ def test_spot_is_the_reference_of_two_heads(page):
 Q, K, V, LENGTHS, TABLE = draw([5, 9], page=32)
 
 
-def test_without_gradients_what_asks_for_them_is_taken():
+def test_inputs_that_ask_for_gradients_are_taken_under_no_grad():
     inputs = draw([5, 9])
     with torch.no_grad():
         assert not ours(inputs[0].requires_grad_(), *inputs[1:]).requires_grad

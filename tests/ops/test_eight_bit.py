@@ -87,7 +87,7 @@ def test_scales_are_the_least_powers_of_two_and_rows_of_zeros_have_one():
 
 
 @pytest.mark.parametrize(("n_q", "n_k"), [(1, 1), (65, 128), (20, 129), (40, 400)])
-def test_attention_is_what_the_emulation_says(n_q, n_k):
+def test_attention_equals_its_emulation(n_q, n_k):
     q, k, v = drawn(n_q, n_k)
     o = attention(q, k, v, scale=0.125, implementation="e4m3")
     case = OPERATOR.case("bfloat16", 1, 2, n_q, n_k, eight_bit.HEAD_DIM)
@@ -112,7 +112,7 @@ def test_padding_has_no_part_in_anything():
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_what_is_not_finite_is_not_hidden_by_a_scale(name, bad):
+def test_infinities_and_nan_are_not_hidden_by_a_scale(name, bad):
     inputs = named(*drawn(8, 300))
     inputs[name][0, 1, 3, 5] = bad
     o = attention(*(inputs[one] for one in "qkv"), implementation="e4m3")

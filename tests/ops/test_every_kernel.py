@@ -174,7 +174,7 @@ EMPTY = {"attention": ["n_q"], "softmax": ["rows", "width"], "row_sum": ["rows",
 
 
 @each_operator
-def test_a_size_of_zero_gives_what_pytorch_gives(operator):
+def test_a_size_of_zero_gives_pytorchs_results(operator):
     if operator.name == "mixture_nll":
         pytest.skip("the mean of no target is refused")
     first = ragged(operator)[0]

@@ -95,7 +95,7 @@ def test_a_nan_is_not_hidden():
         assert mixture_nll(p, y, implementation="fused").isnan(), at
 
 
-def test_gradients_that_nobody_asks_for_are_not_computed():
+def test_only_requested_gradients_are_computed():
     p, y = (x.float().to(DEVICE) for x in draw(n=5))
     found = []
     for wanted in ((), ("y",), ("parameters",), ("parameters", "y")):

@@ -128,7 +128,7 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(arguments, said, capsys):
     assert said in sentence(capsys)
 
 
-def test_what_runs_here_is_timed_and_the_others_say_why(declared, monkeypatch, capsys):
+def test_implementations_are_timed_or_say_why_not(declared, monkeypatch, capsys):
     """It times in this process, for too short a time to believe the numbers."""
 
     def run_isolated(kind, parameters, timeout_s):
@@ -148,7 +148,7 @@ def test_what_runs_here_is_timed_and_the_others_say_why(declared, monkeypatch, c
     assert said[-3].split() == ["elsewhere", "own", "not", "here"]
 
 
-def test_what_cannot_run_on_a_cpu_waits_for_nothing(monkeypatch, capsys):
+def test_an_implementation_that_needs_a_gpu_waits_for_nothing(monkeypatch, capsys):
     def locked(*_):
         raise AssertionError("nothing is timed, and nothing is waited for")
 
@@ -199,7 +199,7 @@ def test_a_line_for_each_implementation():
     assert refused[2:] == ["", "", "", "", "", "not here"]
 
 
-def test_device_says_what_a_gpu_has_and_what_runs_there(declared, capsys):
+def test_device_describes_a_gpu_and_its_implementations(declared, capsys):
     declared()
     assert device.main(["--gpu", "NVIDIA A100"]) == 0
     said = capsys.readouterr().out
@@ -228,7 +228,7 @@ def test_a_capability_that_is_none_is_one_sentence(text, capsys):
 
 
 @pytest.mark.parametrize("text", ["86", "8.6"])
-def test_device_says_what_auto_takes_where_only_pytorch_serves(declared, text, capsys):
+def test_device_names_autos_choice_where_only_pytorch_serves(declared, text, capsys):
     declared()
     assert device.main(["--capability", text]) == 0
     said = capsys.readouterr().out
@@ -240,7 +240,7 @@ def test_device_says_what_auto_takes_where_only_pytorch_serves(declared, text, c
 
 
 @pytest.mark.parametrize("op", list(registry.catalog().operators))
-def test_what_of_ours_does_not_run_on_a_cpu_wants_a_gpu(op):
+def test_ours_run_on_a_cpu_or_ask_for_a_gpu(op):
     operator = registry.catalog().operator(op)
     for _, name, provider, runs, auto, note in device.answers(operator, devices.CPU):
         if provider == "own":

@@ -258,7 +258,7 @@ def test_an_extension_that_does_not_fit_changes_nothing():
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there an assertion ends the CUDA context")
-def test_what_a_table_has_no_room_for_is_found_out():
+def test_tokens_beyond_a_page_table_are_refused():
     of, new = cache(), tokens(1, 2, 2, 4)
     table = of.page_table(of.allocate(9), columns=8)
     for length in (1, 33):

@@ -175,7 +175,7 @@ def test_centred_keys_differ_from_others_by_one_vector_a_sample():
     assert centred[1][1, :, 0].abs().max() < 1e-4 * plain[1].abs().max()
 
 
-def test_padding_has_no_part_in_what_is_taken_off():
+def test_padding_has_no_part_in_the_mean():
     x, weight = draw(2, 40, 32), draw(96, 32)
     lengths = torch.tensor([40, 7], dtype=torch.int32, device=DEVICE)
     other = x.clone()

@@ -55,7 +55,7 @@ def test_a_wrong_tensor_is_one_sentence(operator, found, case, wrong):
 
 
 @EVERY
-def test_what_is_not_there_is_named(operator, found, case):
+def test_missing_names_dtypes_and_gradients_are_refused(operator, found, case):
     values = operator.draw(case, Random(case, DEVICE))
     inputs, options = (
         [values.get(name) for name in operator.tensors],

@@ -27,7 +27,7 @@ def one_after_the_other(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("mean", [0.0, 1.0])
 @pytest.mark.parametrize("n", [1, 2, 16, 64, 500])
-def test_a_product_loses_what_is_expected(n, mean):
+def test_a_product_loses_as_much_as_expected(n, mean):
     """Sums that wander about zero, and sums of products of like sign.
 
     Less than 1: a rounding is off by at most u times the power of 2 below what it rounds.
@@ -102,7 +102,7 @@ def test_queries_that_see_no_key_and_keys_that_nobody_sees_cost_nothing():
     assert floors == pytest.approx(seeing) and floors == pytest.approx(wider)
 
 
-def test_grouped_heads_cost_what_their_repeated_keys_cost():
+def test_grouped_heads_cost_as_much_as_repeated_keys():
     q, k, v, do = attention_inputs(40)
     k, v = k[:, :1], v[:, :1]
     repeated = rounding_error.attention(

@@ -56,7 +56,7 @@ def test_nothing_is_split_where_it_does_not_pay_or_samples_have_keys_of_their_ow
     assert backward.split(call(4, 11_000, 10_000), persistent) is None
 
 
-def test_what_is_counted_of_a_launch_knows_the_split():
+def test_counts_of_a_launch_include_the_split():
     what = call(4, 11_000, 10_000)
     _, items, walked, _ = backward.item_counts(what, ONE)
     tiles = -(-11_000 // backward.TILE_ROWS)

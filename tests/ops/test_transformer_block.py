@@ -119,7 +119,7 @@ def overridden(net: TransformerNP) -> None:
 
 
 @pytest.mark.parametrize("change", [replaced, hooked, overridden])
-def test_what_is_changed_about_a_layer_takes_effect(change: Callable):
+def test_changes_of_a_layer_take_effect(change: Callable):
     net, other = model(FUSED), model(FUSED)
     with torch.no_grad():
         for block in other.blocks:

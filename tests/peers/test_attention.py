@@ -227,7 +227,7 @@ def in_8_bits(q, k, v):
 
 
 @pytest.mark.parametrize("magnitude", [1e-20, 1e-3, 1.0, 1e4])
-def test_heads_are_scaled_to_what_8_bits_hold(packages, magnitude):
+def test_heads_are_scaled_to_the_range_of_8_bits(packages, magnitude):
     q, k, v = qkv()
     v = v * magnitude
     v[0, 1] *= 1e3  # other heads lose nothing by it

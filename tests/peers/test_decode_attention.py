@@ -108,7 +108,7 @@ def test_flashinfer_plans_once_a_composition(plans):
     assert len(plans) == 5
 
 
-def test_flashinfer_plans_anew_what_does_not_count_its_changes(plans):
+def test_flashinfer_plans_anew_for_tensors_without_versions(plans):
     """Tensors of inference mode have no version."""
     with torch.inference_mode():
         of = [x if x is None else x.clone() for x in inputs()]

@@ -257,7 +257,7 @@ def test_arguments_and_results_are_the_packages_and_inputs_stay(name, draw):
         torch.testing.assert_close(one, wanted)
 
 
-def test_what_rotary_embeddings_of_quack_take():
+def test_limits_of_quacks_rotary_embedding():
     def refusal(head_dim, capability=90, **options):
         sizes = {"batch": 1, "heads": 2, "kv_heads": 2, "n_tokens": 4, "head_dim": head_dim}
         problem = rope.ROPE.problem("bfloat16", **sizes, **options)
