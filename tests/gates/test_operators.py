@@ -1,4 +1,4 @@
-"""The generic gate: green of all that is ours, and red of each thing that it is there to find."""
+"""Tests that the generic gate is green for all of ours, and red for each fault."""
 
 import re
 from dataclasses import replace
@@ -169,7 +169,7 @@ def changed(kernel, change):
     return replace(kernel, prepare=prepare)
 
 
-def test_without_a_fault_it_is_green_and_names_what_it_tested(of_swiglu):
+def test_without_a_fault_it_is_green_and_names_its_tests(of_swiglu):
     checks = of_swiglu()
     assert red(checks) == []
     assert {check.implementation for check in checks} == {"triton"}
@@ -190,7 +190,7 @@ FORWARD = triton_swiglu.FORWARD
 
 
 def raising(error, at_width):
-    """The forward kernel, which raises an error at the case of one width."""
+    """Returns the forward kernel, which raises an error at the case of one width."""
 
     def prepare(call, config, inputs):
         if call.problem["width"] == at_width:
@@ -316,7 +316,7 @@ def test_a_fault_is_red(of_swiglu, kernel, fault, some, every):
     assert all(re.search(every, what) for what in found)
 
 
-def test_what_moves_between_runs_is_red_unless_it_may(of_swiglu):
+def test_a_result_that_moves_between_runs_is_red_unless_it_may(of_swiglu):
     kernel = changed(triton_swiglu.FORWARD, moving)
     found = red(of_swiglu(forward=kernel, budget=Budget(10.0, 10.0)))
     assert found and all(what.startswith(("repeats", "memory")) for what in found)
@@ -339,7 +339,7 @@ def test_a_control_that_shows_in_one_case_alone_is_enough(of_swiglu):
     assert red(of_swiglu(controls={"wide rows scaled": wide})) == []
 
 
-def test_what_serves_no_case_is_unsupported_with_the_reason(of_swiglu):
+def test_an_implementation_without_a_case_is_unsupported_with_the_reason(of_swiglu):
     own = Implementation("elsewhere", run=OPERATOR.reference, supported=lambda call: "not here")
     with pytest.raises(Unsupported, match="^not here$"):
         of_swiglu(implementation=own, name="elsewhere")

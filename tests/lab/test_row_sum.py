@@ -1,4 +1,4 @@
-"""Sums of rows: what their gate's cases do not see, and their CUDA C++ run on this CPU."""
+"""Tests sums of rows in cases that their gate does not have, and in CUDA C++ on this CPU."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ IN_CUDA = ("tree", "shuffles")
 
 
 def summed(x: torch.Tensor, name: str = "triton", config: Config | None = None) -> torch.Tensor:
-    """By a kernel with this configuration, or with its default."""
+    """Returns the sums by a kernel with this configuration, or with its default."""
     forced = {"row_sum.forward": ("triton", config)} if config else None
     target = None if name == "triton" else H200
     return plans.build(OPERATOR, name, (x,), (), (), target, forced).run((x,), ())
@@ -33,7 +33,7 @@ def test_a_program_walks_down_a_row():
     assert ratio(summed(x, config=Config(16, 2, 1)), x) <= OPERATOR.budget.outputs
 
 
-def test_what_is_not_finite_goes_the_way_of_pytorch():
+def test_infinities_and_nan_are_summed_as_pytorch_does():
     x = torch.randn(3, 130, device=DEVICE)
     x[0, 77], x[1, 66] = -float("inf"), float("nan")
     torch.testing.assert_close(summed(x), x.sum(-1), equal_nan=True)

@@ -1,4 +1,4 @@
-"""Problems of operators for tests: random inputs, results by name, and their budgets."""
+"""Gives tests problems of operators: random inputs, results by name, and their budgets."""
 
 from collections.abc import Callable
 

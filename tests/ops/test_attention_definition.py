@@ -1,4 +1,4 @@
-"""What the declaration says of attention: cases that are what they say, and controls that fail."""
+"""Tests attention's declaration: its cases, its work, its part of a reference."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def drawn(case, device=CPU) -> tuple:
     return tuple(tensors.get(name) for name in OPERATOR.tensors)
 
 
-def test_a_case_has_sizes_in_order_options_and_what_is_drawn():
+def test_a_case_has_sizes_options_and_values_to_draw():
     case = OPERATOR.case("float32", 2, 3, 4, 5, 16, lengths="1,5", n_keys=True, magnitude=2.0)
     sizes = {"batch": 2, "n_heads": 3, "n_q": 4, "n_k": 5, "head_dim": 16}
     assert case.problem == OPERATOR.problem("float32", **sizes, n_keys=True)
@@ -28,7 +28,7 @@ def test_a_case_has_sizes_in_order_options_and_what_is_drawn():
 
 
 def outputs_of(case, function, inputs) -> dict:
-    """By name, of a function that is called as the reference is."""
+    """Returns outputs by name of a function that is called as the reference is."""
     found = function(*inputs, *SCALE, **dict(OPERATOR.call_options(case.problem)))
     found = found if isinstance(found, tuple) else (found,)
     return dict(zip(OPERATOR.outputs_of(case.problem), found, strict=True))
@@ -126,7 +126,7 @@ def test_work_is_that_of_the_keys_that_are_seen(case):
 
 
 def test_lengths_of_packed_sequences():
-    """Those that a case names, of keys alone where it does; else as equal as can be."""
+    """Lengths are those that a case names, or as equal as can be."""
     given = {"cu_seqlens_q": True, "cu_seqlens_k": True, "n_sequences": 3}
     sizes = 1, 2, 17, 20, 16
     cases = {

@@ -1,4 +1,4 @@
-"""Attention of every kind through the public function: masks, grouped heads, what is refused."""
+"""Tests attention of every kind through the public function: masks, lengths, dtypes."""
 
 import sys
 
@@ -77,7 +77,7 @@ def test_a_window_that_bounds_nothing_has_the_plan_of_none(implementation, causa
 
 @pytest.mark.parametrize("implementation", ["fused", "reference"])
 def test_a_problem_with_a_huge_window_is_one_without(implementation):
-    """As from a configuration, which goes by no public function."""
+    """A configuration asks so, without the public function."""
 
     def windowed(*inputs, **asked):
         options = tuple(asked.items())
@@ -157,7 +157,7 @@ def test_compiles_in_one_graph(kind):
 
 @ours
 @pytest.mark.parametrize("kind", [CU, COUNTED], ids="-".join)
-def test_fake_tensors_are_not_asked_what_they_hold(implementation, kind):
+def test_values_of_fake_tensors_are_not_read(implementation, kind):
     x = draw(20, 20)[0]
     with FakeTensorMode() as mode:
         fake = {name: mode.from_tensor(one) for name, one in ({"x": x} | kind).items()}
@@ -182,7 +182,7 @@ def test_operators_keep_their_contracts(kind):
     [("fused", torch.float32), ("reference", torch.float64), ("sdpa_flash", torch.float32)],
 )
 def test_a_compute_dtype_is_casts_by_hand(implementation, dtype):
-    """What comes back has the inputs' dtype, lse stays as it is."""
+    """Results have the inputs' dtype, and lse stays float32."""
     inputs = [x.to(dtype) for x in draw(5, 7)]
     asked = {"causal": True, "implementation": implementation}
 
@@ -210,7 +210,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("name, kind, reason", REFUSED)
-def test_what_does_not_take_a_kind_says_so(name, kind, reason):
+def test_an_implementation_that_refuses_a_kind_says_so(name, kind, reason):
     x = torch.zeros(1, 2, 20, 64, dtype=torch.bfloat16, device=DEVICE)
     with pytest.raises(RuntimeError, match=f"'{name}' cannot run here: {reason}"):
         attention(x, x, x, implementation=name, **kind)

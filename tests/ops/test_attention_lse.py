@@ -1,4 +1,4 @@
-"""The logarithm of what attention's softmax divides by, as a result with gradients."""
+"""Tests attention's lse, the logarithm of the softmax's denominator, and its gradients."""
 
 import pytest
 import torch
@@ -11,10 +11,8 @@ from tnp.ops.attention.torch_forms import visible
 
 
 @pytest.mark.parametrize("kind", [{}, {"causal": True}, {"window": 3}], ids=str)
-def test_lse_is_the_logarithm_of_what_softmax_divides_by(kind):
-    """And gradients pass through it, alone and beside those of o; −inf and none of it where a query
-    sees no key.
-    """
+def test_lse_is_the_logarithm_of_the_softmaxs_denominator(kind):
+    """Gradients pass through it, alone and beside those of o. A query without keys has −inf."""
     q, k, v, do = (x.requires_grad_() for x in draw(N, 20))
     dlse = torch.randn(1, 2, N, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     seen = visible(q, k, None, None, None, **kind)

@@ -1,4 +1,4 @@
-"""Attention over packed sequences: each is alone, whatever stands beside it."""
+"""Tests that each packed sequence is alone, whatever stands beside it."""
 
 import pytest
 import torch
@@ -82,10 +82,10 @@ def test_no_queries_of_packed_sequences(implementation):
 
 @pytest.mark.parametrize("side", ["n_q", "n_k"])
 def test_the_table_of_tiles(side):
-    """Of each tile its sequence and its first row there, those together that as many tiles of their
-    sequence come before, or where they are of keys, behind. Of more sequences than a program of the
-    table reads at a time, among them empty ones, one of a whole tile and one of more than it writes
-    at a time.
+    """The table has each tile's sequence and first row there. Shallow tiles come first.
+
+    There are more sequences than a program reads at a time. Some are empty, one is a whole tile,
+    and one is longer than a program writes at a time.
     """
     lengths = [3, 0, 16, *[0] * 127, 5, 40, 0, 1, 1100]
     x, cu = torch.zeros(1, 1, sum(lengths), HEAD_DIM, device=DEVICE), cu_seqlens(lengths)
@@ -143,8 +143,8 @@ def longest(cu, n_rows=14):
         ([0, 4, 9], "ends with 9 and k has 8 rows: they must be equal"),
     ],
 )
-def test_what_asks_the_device_for_the_longest_refuses_what_cannot_be(ends, sentence, inference):
-    """Each time, as attention does on the CPU by another way; one transfer where all is well."""
+def test_asking_the_device_for_the_longest_refuses_wrong_lengths(ends, sentence, inference):
+    """It refuses each time, and asks the device once where all is well."""
     with torch.inference_mode(inference):
         cu = torch.tensor(ends, dtype=torch.int32)
         for _ in range(2):

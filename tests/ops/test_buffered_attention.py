@@ -35,7 +35,7 @@ def test_programs_that_share_a_head_leave_partials(all_rows, lengths):
 
 
 def test_a_later_point_reaches_no_earlier_row():
-    """Neither its key nor its value does, to the bit. No row of the context sees the buffer."""
+    """The row depends on neither its key nor its value, to the bit."""
     m, n = 5, 6
     q, k, v, _ = drawn(m, n, 1, 4).inputs.values()
     ours = partial(buffered_attention, n_buffer=n, n_groups=1, implementation="triton")

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits, and of a linear layer: extremes, what is ignored, refusals, memory."""
+"""Tests cross-entropy of logits and of a linear layer: extremes, ignored targets, memory."""
 
 import math
 
@@ -29,14 +29,14 @@ def classes(n: int, v: int) -> torch.Tensor:
 
 
 def differentiated(compute, leaves, target, implementation, factor=0.7):
-    """The loss, and the gradients of a multiple of it."""
+    """Returns the loss, and the gradients of a multiple of it."""
     leaves = [x.detach().requires_grad_() for x in leaves]
     loss = compute(*leaves, target, implementation=implementation)
     return loss.detach(), *torch.autograd.grad(factor * loss, leaves)
 
 
 def check(compute, leaves, target, floor=5e-7) -> None:
-    """Within PyTorch's error: twice for the loss, three times for gradients."""
+    """Asserts an error of at most twice PyTorch's for the loss, three times for gradients."""
     ours, own = (differentiated(compute, leaves, target, name) for name in ("triton", "torch"))
     exact = differentiated(compute, [x.double() for x in leaves], target, "torch")
     for at, (mine, theirs, right) in enumerate(zip(ours, own, exact, strict=True)):
@@ -66,7 +66,7 @@ def test_classes_that_cannot_be():
     assert loss.item() == pytest.approx(math.log(300))
 
 
-def test_what_is_not_finite_is_not_hidden():
+def test_infinities_and_nan_are_not_hidden():
     for bad in (float("nan"), float("inf")):
         logits = normal(3, 50)
         logits[1, 7] = bad
@@ -117,7 +117,7 @@ def test_rows_of_a_chunk():
 
 
 class Allocations(TorchDispatchMode):
-    """Bytes of each tensor that is made, views left out."""
+    """Records the bytes of each tensor that is made, without views."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -46,7 +46,7 @@ def test_padding_is_drawn_as_zeros(name):
 
 
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
-def test_work_is_what_benchmarks_count(pass_):
+def test_work_counts_products_and_tensors(pass_):
     mlp, heads = (
         Case(catalog().operator(name).within(MODEL, RUN), (("d_ff_real", 1365),))
         for name in ("mlp", "mixture_heads")

@@ -1,4 +1,4 @@
-"""Attention in 8 bits: the quantizer bit by bit, attention against what 8 bits hold, refusals."""
+"""Tests attention in 8 bits: the quantizer bit by bit, and results against the emulation."""
 
 import math
 
@@ -19,7 +19,7 @@ def _no_gradients():
 
 
 def drawn(n_q: int, n_k: int, batch: int = 1, n_heads: int = 2) -> tuple[torch.Tensor, ...]:
-    """Views of one projection, values of mean 1, numbers of which sums in float32 are exact."""
+    """Returns views of one projection, of values of mean 1, whose sums in float32 are exact."""
     generator = torch.Generator().manual_seed(n_q + n_k)
     shape = batch, max(n_q, n_k), 3, n_heads, eight_bit.HEAD_DIM
     x = (torch.randn(shape, generator=generator) * 16).round() / 16
@@ -38,7 +38,7 @@ def quantized(q, k, v, n_keys=None) -> Quantized:
 
 
 def values_of(x: Quantized, at: tuple[int, int]) -> torch.Tensor:
-    """v of one head [L, D] in the order of keys, from tiles of 64 transposed keys."""
+    """Returns v of one head [L, D] in the order of keys, from tiles of 64 transposed keys."""
     tiles = x.v[at].float().unflatten(0, (-1, 64)).mT.flatten(0, 1)
     position = torch.arange(len(tiles), device=DEVICE)
     key = position // 16 * 16 + position // 2 % 2 * 8 + position // 4 % 4 * 2 + position % 2
@@ -87,7 +87,7 @@ def test_scales_are_the_least_powers_of_two_and_rows_of_zeros_have_one():
 
 
 @pytest.mark.parametrize(("n_q", "n_k"), [(1, 1), (65, 128), (20, 129), (40, 400)])
-def test_attention_is_what_the_emulation_says(n_q, n_k):
+def test_attention_equals_its_emulation(n_q, n_k):
     q, k, v = drawn(n_q, n_k)
     o = attention(q, k, v, scale=0.125, implementation="e4m3")
     case = OPERATOR.case("bfloat16", 1, 2, n_q, n_k, eight_bit.HEAD_DIM)
@@ -112,7 +112,7 @@ def test_padding_has_no_part_in_anything():
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_what_is_not_finite_is_not_hidden_by_a_scale(name, bad):
+def test_infinities_and_nan_are_not_hidden_by_a_scale(name, bad):
     inputs = named(*drawn(8, 300))
     inputs[name][0, 1, 3, 5] = bad
     o = attention(*(inputs[one] for one in "qkv"), implementation="e4m3")

@@ -1,4 +1,4 @@
-"""The first embedding layer: what a token is, contracts, what it refuses.
+"""Tests the first embedding layer: tokens, resolution, gradients of points.
 
 The gate compares it with float64 (`tests.gates.test_operators`).
 """
@@ -21,7 +21,7 @@ def small():
     return setting(OPERATOR, "fused", draw=DRAWN, **SIZES)
 
 
-def test_tokens_are_what_the_model_says():
+def test_tokens_are_those_of_the_model():
     """Context rows are (x, y, −1), target rows (x, 0, +1), whichever of them is given."""
     inputs = small().inputs
     x_context, y_context, x_target = (inputs[name] for name in POINTS)
@@ -50,7 +50,7 @@ def test_neighbouring_pixels_stay_apart():
     torch.testing.assert_close(out.flatten().cpu().float(), exact, atol=4e-3, rtol=0.0)
 
 
-def test_auto_takes_what_gives_the_gradients_that_are_wanted():
+def test_auto_gives_every_requested_gradient():
     inputs = small().inputs
     x_context, y_context, x_target = (inputs[name] for name in POINTS)
     x_target.requires_grad_()

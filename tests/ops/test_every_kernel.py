@@ -10,6 +10,7 @@ from itertools import cycle, islice
 import pytest
 import torch
 
+from tests.ops.every_operator import EVERY, drawn
 from tests.ops.problems import DEVICE, HERE, assert_within_budget, by, unexpected
 from tnp.dispatch import devices, selection
 from tnp.dispatch.registry import catalog
@@ -108,7 +109,12 @@ def test_every_configuration_is_within_its_budget(operator):
 
 
 def beside(x: torch.Tensor) -> torch.Tensor:
-    """Returns x in rows that lie further apart, and begin at no multiple of 16 bytes."""
+    """Returns x in rows that lie further apart, and begin at no multiple of 16 bytes.
+
+    Elements of a vector lie further apart.
+    """
+    if x.dim() == 1:
+        return x.repeat_interleave(2)[::2]
     wide = x.new_zeros(*x.shape[:-1], x.shape[-1] + 3)
     wide[..., 1:-2] = x
     return wide[..., 1:-2]
@@ -168,7 +174,7 @@ EMPTY = {"attention": ["n_q"], "softmax": ["rows", "width"], "row_sum": ["rows",
 
 
 @each_operator
-def test_a_size_of_zero_gives_what_pytorch_gives(operator):
+def test_a_size_of_zero_gives_pytorchs_results(operator):
     if operator.name == "mixture_nll":
         pytest.skip("the mean of no target is refused")
     first = ragged(operator)[0]
@@ -201,3 +207,27 @@ def test_a_gradient_has_its_inputs_dtype(operator):
             of_input = small.get(name.removeprefix("d"))
             assert of_input is None or got[name].dtype == of_input.dtype, name
             torch.testing.assert_close(got[name].float(), x.float(), rtol=2e-2, atol=1e-2)
+
+
+class Silent(torch.autograd.Function):
+    """Returns its input, and passes no gradient on."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None
+
+
+@EVERY
+def test_no_gradient_comes_of_none(operator, found, case):
+    if not operator.differentiated or not found.differentiable:
+        pytest.skip("it gives no gradient")
+    inputs, outputs = drawn(operator, found, case)
+    scale = torch.ones((), requires_grad=True, device=DEVICE)
+    given = outputs(*(x * scale.to(x.dtype) for x in inputs))
+    (sum(Silent.apply(x).sum() for x in given) + scale).backward()
+    # Nothing, or zeros: what autograd puts in place of a gradient that is not there.
+    assert scale.grad == 1.0

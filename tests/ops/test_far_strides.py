@@ -1,4 +1,4 @@
-"""Offsets of every kernel are 64-bit: a tensor whose elements lie far apart gives the same results.
+"""Tests that a tensor whose elements lie far apart gives the same results: offsets are 64-bit.
 
 The catalog says which operators there are, so a new one is tested without a word here. Each kernel
 of ours that Triton's interpreter runs gets each input and each arriving gradient from memory that
@@ -62,7 +62,7 @@ WIDER = {
 
 
 def far(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
-    """A copy of x in which `dims` reach 2³¹ elements or more, each around the ones behind it."""
+    """Returns a copy of x in which `dims` reach 2³¹ elements or more, the last ones first."""
     strides, span = [0] * x.dim(), 1
     for dim in reversed(range(x.dim())):
         if dim not in dims:
@@ -83,7 +83,7 @@ def far(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
 
 
 def cases(operator: Operator) -> list[Case]:
-    """Cases of the gate and wider ones, the smallest first.
+    """Returns cases of the gate and wider ones, the smallest first.
 
     Those in bfloat16 come last: PyTorch's own product of far bfloat16 columns is wrong on a CPU.
     """
@@ -131,8 +131,9 @@ def each_taken(setting: Setting, pair: Pair, moved: dict[str, torch.Tensor]) -> 
 
 
 def layouts(tensors: dict[str, torch.Tensor | None]) -> dict[tuple[int, ...], list[str]]:
-    """Dimensions that are put far, and of which tensors: each that is large enough, and all of a
-    tensor's but its last.
+    """Returns dimensions to put far, and of which tensors.
+
+    They are each that is large enough, and all of a tensor's but its last.
     """
     found: dict[tuple[int, ...], list[str]] = {}
     for name, x in tensors.items():
@@ -150,7 +151,7 @@ def runs(pair: Pair, name: str, operator: Operator) -> list[str]:
 
 
 def near_enough(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Equal, or one rounding apart: PyTorch sums a product by the layout of its operands."""
+    """Returns whether x is at most a rounding from y: products sum by operands' layout."""
     if torch.equal(x, y):
         return True
     x, y, eps = x.double(), y.double(), torch.finfo(y.dtype).eps

@@ -99,7 +99,7 @@ def _product_kernel(
 
 @pytest.mark.parametrize("parts", [1, 2, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_products_in_parts_are_added_to_what_is_there(parts, dtype):
+def test_products_in_parts_are_added_up(parts, dtype):
     generator = torch.Generator().manual_seed(0)
     a, w, out = (
         torch.randn(shape, generator=generator) for shape in ((16, 128), (8, 128), (16, 8))

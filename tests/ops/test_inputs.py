@@ -13,7 +13,7 @@ D = 16
 
 
 def rows(offset: int = 0, padding: int = 0, dtype: torch.dtype = torch.float16) -> torch.Tensor:
-    """[1, 2, 3, 16], `offset` elements from an aligned address, with `padding` behind each row."""
+    """Returns [1, 2, 3, 16], `offset` elements from an aligned address, rows `padding` apart."""
     storage = torch.arange(offset + 6 * (D + padding), dtype=torch.float32).to(dtype)
     assert storage.data_ptr() % 16 == 0
     return storage[offset:].view(1, 2, 3, D + padding)[..., :D]
@@ -91,7 +91,7 @@ def test_numbers_are_read_of_plain_int32_tensors_on_the_cpu_alone():
     assert seen == [None]
 
 
-def test_an_empty_range_and_what_is_too_short_are_left_to_others():
+def test_empty_ranges_and_short_tensors_pass():
     require_between("n_keys", torch.ones(1, dtype=torch.int32), 1, 0)
     require_between("n_keys", torch.ones(0, dtype=torch.int32), 1, 8)
     require_cumulative("cu_seqlens_q", torch.ones(1, dtype=torch.int32), "q", 8)

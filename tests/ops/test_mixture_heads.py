@@ -1,5 +1,4 @@
-"""The mixture heads: PyTorch's forms, chunks, views, padding, a saved z, which kernel serves,
-refusals.
+"""Tests the mixture heads: PyTorch's forms, chunks, padding, a saved z.
 
 The gate compares what is ours with float64 (`tests.gates.test_operators`).
 """
@@ -26,7 +25,7 @@ def heads(
 
 @pytest.mark.parametrize("implementation", ["torch", "loop", "bmm", "grouped_mm"])
 def test_pytorchs_forms_agree(implementation):
-    """In float32, to rounding: `grouped_mm`, which takes bfloat16 on a GPU, to bfloat16's."""
+    """They agree to rounding: in float32, and `grouped_mm` in bfloat16 on a GPU."""
     if implementation == "grouped_mm" and DEVICE.type == "cpu":
         pytest.skip(f"{implementation} does not run here")
     dtype = "bfloat16" if implementation == "grouped_mm" else "float32"
@@ -67,7 +66,7 @@ def of_saved_z(
     wanted: tuple[str, ...] = ("x", "up", "down"),
     dout: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor | None]:
-    """Gradients by the kernel that reads z, which only Hopper's forward kernel saves.
+    """Returns gradients by the kernel that reads z, which only Hopper's forward kernel saves.
 
     It is plain Triton and runs where any of it does; here z is PyTorch's.
     """

@@ -1,4 +1,4 @@
-"""The loss in float32 against float64, to the extremes training can reach."""
+"""Tests the loss in float32 against float64, to the extremes training can reach."""
 
 import math
 
@@ -95,7 +95,7 @@ def test_a_nan_is_not_hidden():
         assert mixture_nll(p, y, implementation="fused").isnan(), at
 
 
-def test_gradients_that_nobody_asks_for_are_not_computed():
+def test_only_requested_gradients_are_computed():
     p, y = (x.float().to(DEVICE) for x in draw(n=5))
     found = []
     for wanted in ((), ("y",), ("parameters",), ("parameters", "y")):

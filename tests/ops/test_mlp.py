@@ -1,4 +1,4 @@
-"""The feed-forward layer: chunks, views, which kernel serves, what is kept, what is refused.
+"""Tests the feed-forward layer: chunks, padding, and tensors that it keeps.
 
 The gate compares what is ours with float64 (`tests.gates.test_operators`).
 """

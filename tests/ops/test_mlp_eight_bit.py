@@ -1,4 +1,4 @@
-"""The feed-forward layer in 8 bits: the quantizer bit by bit, its bounds, refusals, kernels."""
+"""Tests the feed-forward layer in 8 bits: the quantizer bit by bit, and its bounds."""
 
 import math
 
@@ -44,7 +44,7 @@ def test_quantizer_agrees_with_pytorchs_casts_bit_by_bit(shape, dtype):
         assert len(found.bound) == n_norms(shape)
 
 
-def test_what_it_is_filled_up_with_is_zero():
+def test_padding_is_zero():
     x = drawn(42, 30)
     found = quantized(x, (48, 32))
     assert found.x.shape == (48, 32) and found.scale.shape == (48,)
@@ -53,7 +53,7 @@ def test_what_it_is_filled_up_with_is_zero():
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_is_not_hidden_by_a_scale(bad):
+def test_infinities_and_nan_are_not_hidden_by_a_scale(bad):
     x = drawn(40, 32)
     x[3, 5] = bad
     found = quantized(x).x.float()
@@ -61,7 +61,7 @@ def test_what_is_not_finite_is_not_hidden_by_a_scale(bad):
     assert math.isnan(bad) or found[3].isnan().all()
 
 
-def test_no_product_exceeds_what_is_known_of_its_rows():
+def test_no_product_exceeds_the_bound_of_its_rows():
     """Rows of x along one row of w: the bound of Cauchy and Schwarz is met."""
     w = drawn(48, 32)
     x = w[w.norm(dim=1).argmax()].repeat(20, 1) * drawn(20, 1)
@@ -91,7 +91,7 @@ def mlp_in_8_bits(*inputs):
     return mlp(*inputs, implementation="e4m3")
 
 
-def test_only_what_is_wanted_is_computed_and_saved():
+def test_only_requested_tensors_are_computed_and_saved():
     of = setting(OPERATOR, "e4m3", "bfloat16", rows=70, d_model=32, d_ff=48)
     inputs = tuple(of.inputs.values())
     outputs, saved = plans.build(OPERATOR, "e4m3", inputs).forward(inputs, ())

@@ -63,7 +63,7 @@ def test_rows_wider_than_a_program_holds(operator, target, width, kernel):
 
 
 @pytest.mark.parametrize("forced", [None, BLOCKS], ids=["rows", "blocks"])
-def test_softmax_of_what_is_not_finite_goes_the_way_of_pytorch(forced):
+def test_softmax_of_infinities_and_nan_equals_pytorchs(forced):
     """Rows masked first, middle and last; −∞ alone; one ∞; a NaN; far apart; all equal."""
     x = torch.randn(9, 130, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     x[0, :70] = x[1, 30:100] = x[2, 60:] = x[3] = -INF
@@ -83,7 +83,7 @@ def test_one_column_is_its_own_mean():
     torch.testing.assert_close(dx, torch.zeros_like(dx), atol=1e-4, rtol=0)
 
 
-def test_the_rounded_sum_is_what_is_normalized():
+def test_the_rounded_sum_is_normalized():
     x, update = normal(2, 20, 48).bfloat16(), normal(2, 20, 48).bfloat16()
     gain, weight = normal(48), normal(24, 48)
     total, normalized = add_rms_norm(x, update, gain, implementation="fused")
@@ -93,7 +93,7 @@ def test_the_rounded_sum_is_what_is_normalized():
 
 
 @pytest.mark.parametrize("compiled, uses", [(False, (0,)), (True, (0,)), (True, (1,))])
-def test_gradients_of_what_is_used(uses, compiled):
+def test_gradients_of_used_outputs(uses, compiled):
     """A gradient of the sum alone is handed on: nothing is launched for it."""
     compute = torch.compile(add_rms_norm, backend="aot_eager") if compiled else add_rms_norm
     inputs = normal(11, 48), normal(11, 48), normal(48)

@@ -1,4 +1,4 @@
-"""Products and what is fused into them: paths, configurations, gradients, what is refused."""
+"""Tests products and what is fused into them: paths, dtypes, gradients."""
 
 import pytest
 import torch
@@ -30,19 +30,19 @@ def _uninitialized_memory_is_nan():
 
 
 def values(operator, case, dtype=None) -> list[torch.Tensor]:
-    """Inputs that ask for gradients."""
+    """Returns inputs that ask for gradients."""
     drawn = operator.draw(case, Random(case, DEVICE)).values()
     return [(x if dtype is None else x.to(dtype)).detach().requires_grad_() for x in drawn]
 
 
 def results(compute, inputs, dy) -> list[torch.Tensor]:
-    """The output and all gradients."""
+    """Returns the output and all gradients."""
     y = compute(*inputs)
     return [y, *torch.autograd.grad(y, inputs, dy.to(y.dtype))]
 
 
 def off(operator, case, compute) -> float:
-    """The largest error of output and gradients, as a share of its budget."""
+    """Returns the largest error of output and gradients, as a share of its budget."""
     inputs, exact = values(operator, case), values(operator, case, torch.float64)
     shape = operator.reference(*exact).shape
     dy = Random(case, DEVICE, seed=1)(*shape)

@@ -1,4 +1,4 @@
-"""Projections without bias: weight gradients, layouts, what no loss reads, what is refused.
+"""Tests projections without bias: weight gradients, layouts, centred keys.
 
 The gate compares them with float64 (`tests.gates.test_operators`).
 """
@@ -53,7 +53,7 @@ def test_outputs_are_views_of_rows():
 
 
 def products_of(function) -> list[tuple[int, ...]]:
-    """Shapes of what PyTorch multiplies in a call of `function`, in its order."""
+    """Returns shapes of the products that PyTorch makes in a call of `function`, in its order."""
     found = []
 
     class Watch(TorchDispatchMode):
@@ -69,12 +69,12 @@ def products_of(function) -> list[tuple[int, ...]]:
 
 
 def halves(batch: int, n_k: int, n_heads: int, head_dim: int) -> tuple[torch.Tensor, ...]:
-    """dk and dv as attention leaves them."""
+    """Returns dk and dv as attention leaves them."""
     return draw(batch, n_k, 2, n_heads, head_dim).permute(2, 0, 3, 1, 4).unbind()
 
 
 def apart(batch: int, n_k: int, n_heads: int, head_dim: int) -> tuple[torch.Tensor, ...]:
-    """Strides of halves, of two tensors."""
+    """Returns two tensors with the strides of halves."""
     dk, dv = halves(batch, n_k, n_heads, head_dim)
     memory = torch.stack([dv, dk]).permute(1, 3, 0, 2, 4).contiguous()  # values come first
     dv, dk = memory.permute(2, 0, 3, 1, 4).unbind()
@@ -113,7 +113,7 @@ def test_gradients_of_any_layout(n_k, first, given, layout, base2):
 
 @pytest.mark.parametrize("n_k, first", [(7, 0), (4, 0), (4, 4)])
 def test_keys_and_values_are_one_product_each_way(n_k, first):
-    """Where dk and dv are halves of the same rows; else two, whatever their strides say."""
+    """dk and dv are halves of the same rows; else two products are made, whatever strides say."""
     x, weight = draw(2, 7, 24), draw(72, 24)
     options = ("n_heads", 2), ("n_q", 7 - first), ("n_k", n_k)
     inputs = x, weight, None
@@ -175,7 +175,7 @@ def test_centred_keys_differ_from_others_by_one_vector_a_sample():
     assert centred[1][1, :, 0].abs().max() < 1e-4 * plain[1].abs().max()
 
 
-def test_padding_has_no_part_in_what_is_taken_off():
+def test_padding_has_no_part_in_the_mean():
     x, weight = draw(2, 40, 32), draw(96, 32)
     lengths = torch.tensor([40, 7], dtype=torch.int32, device=DEVICE)
     other = x.clone()

@@ -1,4 +1,4 @@
-"""Numbers out of range: one sentence on the CPU, an assertion on the device with TNP_CHECK=1.
+"""Tests that the device asserts numbers in range with TNP_CHECK=1.
 
 That they are NaN in their sequence without it is what the gates of the operators prove.
 """
@@ -80,7 +80,7 @@ CALLS = {
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there an assertion ends the CUDA context")
 @pytest.mark.parametrize("name", CALLS)
 def test_the_device_asserts_where_asked(name, monkeypatch):
-    """Below the public function, which knows the numbers itself where the host does."""
+    """This calls below the public function, which reads the numbers itself where it can."""
     op, implementation, inputs, options, right, wrong, sentence = CALLS[name]
     operator = catalog().operator(op)
 

@@ -49,12 +49,13 @@ def test_a_wrong_tensor_is_one_sentence(operator, found, case, wrong):
             with pytest.raises((ValueError, RuntimeError)) as refused:
                 call(operator, implementation, tensors, operator.numbers, options)
             said = str(refused.value)
-            assert "\n" not in said and (" must " in said or "cannot run here" in said), said
+            # gelu_linear leaves its x to the limits of implementations.
+            assert "\n" not in said and (" must " in said or operator.name == "gelu_linear"), said
             assert any(one in said for one in (name, RENAMED.get(name, name), "it takes")), said
 
 
 @EVERY
-def test_what_is_not_there_is_named(operator, found, case):
+def test_missing_names_dtypes_and_gradients_are_refused(operator, found, case):
     values = operator.draw(case, Random(case, DEVICE))
     inputs, options = (
         [values.get(name) for name in operator.tensors],

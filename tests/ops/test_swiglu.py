@@ -74,7 +74,7 @@ def test_saturated_gates_give_no_nan():
     torch.testing.assert_close((y, *found), (want, *torch.autograd.grad(want.sum(), (gate, up))))
 
 
-def test_walks_join_what_lies_one_step_apart():
+def test_walks_join_dimensions_one_step_apart():
     x = torch.empty(2, 3, 4, 16)
     assert walk(x, x).flat
     half = torch.empty(2, 3, 4, 32)[..., :16]

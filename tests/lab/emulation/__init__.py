@@ -1,5 +1,4 @@
-"""CUDA C++ without a GPU: sources compiled for this CPU, launched in place of
-`tnp_lab.launch.loaded`."""
+"""Compiles CUDA C++ for this CPU, and launches it in place of `tnp_lab.launch.loaded`."""
 
 import ctypes
 import shutil
@@ -17,7 +16,7 @@ COMPILER = shutil.which("g++")
 
 
 def loaded(source: nvrtc.Source, architecture: str) -> Launch:
-    """What runs a kernel on tensors in this CPU's memory, block after block."""
+    """Returns a launch that runs a kernel on tensors in this CPU's memory, block after block."""
     return _compiled(source, source.path.read_text())
 
 
