@@ -96,7 +96,7 @@ def test_a_wheel_trains_keeps_and_predicts_with_nothing_but_the_core(tmp_path):
     assert file == str(site / "tnp/__init__.py")
     missing = "triton is not installed, in which it is written"
     assert [missing in line for line in said] == [True, True, False]
-    assert said[-1].endswith(f"which {extras.install('images')} brings")
+    assert said[-1].endswith(f": run {extras.install('images')}")
     assert not list(site.glob("tnp_lab*"))
     assert not list(site.glob("tnp/**/*.tmp")) and not (work / "tnp").exists()
 
@@ -110,7 +110,7 @@ def test_on_a_gpu_without_triton_ours_say_why_they_cannot_run(monkeypatch):
 
 def test_what_needs_an_extra_names_it():
     with pytest.raises(
-        ImportError, match=r"plots need no_such, which pip install '\.\[plot\]' in a clone"
+        ImportError, match=r"plots need no_such: run pip install '\.\[plot\]' in a clone"
     ):
         extras.require("no_such", "plots", "plot")
 
@@ -163,4 +163,4 @@ def test_commands_of_the_core_run_and_those_that_measure_name_the_extra():
     for status, printed, said, _ in found[5:]:
         assert not printed
         (line,) = (said or status).splitlines()
-        assert line.endswith(f"which {extras.install('workflow')} brings")
+        assert line.endswith(f": run {extras.install('workflow')}")

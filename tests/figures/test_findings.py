@@ -291,7 +291,7 @@ def test_ablation_names_what_our_step_needs_most(drawn: Drawn) -> None:
     gains = {("mlp", "mid"): 1.0, ("attention", "mid"): 2.5, ("attention", "small"): 2.0}
     chart = drawn("ablation", sample.ablation_rows(gains))
     assert title(chart) == (
-        "Of our components attention gains most on NVIDIA H200: "
+        "Among our components attention gains most on NVIDIA H200: "
         "without it a step at mid takes 1.50× the time"
     )
     svg = vl_convert.vegalite_to_svg(chart.to_dict())
@@ -390,7 +390,7 @@ def test_host_says_what_a_launched_step_costs_and_how_far_it_is_from_its_graph(
 def test_host_shows_why_a_form_has_no_time(drawn: Drawn) -> None:
     times = {("pytorch_best", False): (12.8, 20.4), ("fused", False): "unsupported"}
     chart = drawn("host", sample.step_host_rows(times))
-    assert title(chart) == "What steps and eager calls cost the host"
+    assert title(chart) == "Host time of steps and eager calls"
     said = unwrapped(chart)
     assert "because unsupported" in said and "cannot run here" in said
     assert "8 cores of Xeon 8481C" in said and "host 12.8 ms, loop 20.4 ms" in said

@@ -12,8 +12,8 @@ def test_verdicts_are_counted_and_those_without_one_left_out(drawn: Drawn) -> No
         ("narrow", "backward"): (1.3, None),
     }
     found = title(drawn("operators", sample.operator_rows(ratios)))
-    assert "Of 3 timings of ours" in found
-    assert "1 are faster and 1 slower" in found
+    assert "In 3 comparisons" in found
+    assert "ours is faster in 1 and slower in 1" in found
 
 
 def test_our_fastest_stands_for_a_size_and_what_lies_far_out_at_the_edge(drawn: Drawn) -> None:

@@ -308,7 +308,7 @@ def test_what_cannot_be_is_named():
     full.predict(x, (x, y))
     two = tuple(z[:, :2] for z in (task.x_target, task.y_target))
     assert_refused(
-        (lambda: full.predict(x, (x, y)), "the buffer is full: it has room for 1 points, and they"),
+        (lambda: full.predict(x, (x, y)), "the buffer is full: it has room for 1 points, and then"),
         (lambda: full.predict(x.repeat(1, 1, 2)), r"x_target is \(2, 1, 2\): it must be \[B, rows"),
         (lambda: known.predict(x, (x.repeat(1, 1, 2), y)), r"x_context is \(2, 1, 2\): it must be"),
         (lambda: known.predict(x, two), r"x is \(2, 2, 1\): it must be \[2, 1, 1\], one point"),

@@ -256,10 +256,10 @@ def test_an_encoding_goes_to_pages_and_targets_read_it_there(lengths):
     sizes = {"n_kv_heads": k.shape[1], "head_dim": k.shape[3], "dtype": k.dtype, "device": "cpu"}
     cache = PagedCache(6, page=3, n_layers=len(encoding.blocks), **sizes)
     handles = encoding.to_pages(cache)
-    assert cache.lengths(handles).tolist() == (lengths or [7, 7])
+    assert cache.n_keys(handles).tolist() == (lengths or [7, 7])
     q = torch.randn_like(k[:, :, :1])
     for layer, (k, v) in enumerate(encoding.blocks):
-        table, n_keys = cache.page_table(handles), cache.lengths(handles, layer)
+        table, n_keys = cache.page_table(handles), cache.n_keys(handles, layer)
         found = decode_attention(q, *cache.layer(layer), n_keys, table)
         expected = decode_attention(q, k, v, n_keys)
         torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)

@@ -6,13 +6,10 @@ import pytest
 import torch
 
 from tests.ops.problems import DEVICE
-from tnp.dispatch import devices, selection
-from tnp.dispatch.spec import Call
+from tnp.dispatch import selection
 from tnp.gates.checks import relative_error
 from tnp.ops.attention import OPERATOR, attention, eight_bit
 from tnp.ops.attention.eight_bit.quantize import Quantized, quantizer
-
-E4M3 = next(one for one in OPERATOR.implementations if one.name == "e4m3")
 
 
 @pytest.fixture(autouse=True)
@@ -127,40 +124,6 @@ def test_what_is_not_finite_is_not_hidden_by_a_scale(name, bad):
         assert not finite[0, 1].any()
     else:
         assert not finite[0, 1, :, 5].any()
-
-
-def refused(dtype="bfloat16", head_dim=64, target=None, wanted=()):
-    sizes = {"batch": 1, "n_heads": 1, "n_q": 4, "n_k": 4, "head_dim": head_dim}
-    target = target or devices.INTERPRETER
-    return E4M3.refuses(Call(OPERATOR.problem(dtype, **sizes), target, wanted))
-
-
-def test_refusals_say_what_is_taken():
-    assert refused() is None
-    assert refused(dtype="float16") == "it takes bfloat16, not float16"
-    assert refused(head_dim=32) == "it takes head_dim 64, not 32"
-    assert refused(wanted=("q",)) == "it is forward only"
-    assert refused(target=devices.of_capability(80)) == (
-        "it needs compute capability 8.9 or newer, this GPU has 8.0"
-    )
-    for capability in (89, 90, 100):
-        assert refused(target=devices.of_capability(capability)) is None
-
-
-def test_a_gradient_that_is_asked_for_is_refused():
-    q, k, v = drawn(4, 4)
-    with torch.enable_grad(), pytest.raises(RuntimeError, match="forward only"):
-        attention(q.clone().requires_grad_(), k, v, implementation="e4m3")
-
-
-def test_auto_takes_it_only_where_it_is_asked_for():
-    sizes = {"batch": 1, "n_heads": 8, "n_q": 3000, "n_k": 3000, "head_dim": 64}
-    call = Call(OPERATOR.problem("bfloat16", **sizes), devices.of_capability(100))
-    chosen = {
-        name: selection.choose_implementation(OPERATOR, name, call)[0].name
-        for name in ("auto", "auto:e4m3")
-    }
-    assert chosen["auto"] != "e4m3" and chosen["auto:e4m3"] == "e4m3"
 
 
 @pytest.mark.parametrize("left_out", ["order", "vector"])

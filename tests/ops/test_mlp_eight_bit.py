@@ -1,14 +1,12 @@
 """The feed-forward layer in 8 bits: the quantizer bit by bit, its bounds, refusals, kernels."""
 
 import math
-import re
 
 import pytest
 import torch
 
 from tests.ops.problems import DEVICE, setting
-from tnp.dispatch import devices, plans, selection
-from tnp.dispatch.spec import Call
+from tnp.dispatch import plans
 from tnp.gates.checks import relative_error
 from tnp.gates.results import compute
 from tnp.ops._shared import e4m3
@@ -16,8 +14,6 @@ from tnp.ops._shared.rows_8bit import InRows, n_norms, rows_quantizer
 from tnp.ops.mlp import OPERATOR, eight_bit, mlp
 
 IN_8_BITS = next(one for one in OPERATOR.implementations if one.name == "e4m3")
-H100, A100, B200 = (devices.named(name) for name in ("H100", "A100", "B200"))
-EVERY = ("x", "up", "down")
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -104,36 +100,3 @@ def test_only_what_is_wanted_is_computed_and_saved():
     outputs, saved = plan.forward(inputs, ())
     found = plan.backward((torch.ones_like(outputs[0]),), plan.kept(inputs, outputs), saved, ())
     assert [x is None for x in found] == [True, True, False]
-
-
-def refusal(target=H100, wanted=EVERY, dtype="bfloat16", **sizes) -> str | None:
-    sizes = {"rows": 777, "d_model": 512, "d_ff": 1408} | sizes
-    return selection.refuses(IN_8_BITS, Call(OPERATOR.problem(dtype, **sizes), target, wanted))
-
-
-def test_what_it_refuses():
-    assert refusal() is None and refusal(B200) is None
-    assert refusal(rows=70_000, wanted=()) is None
-    says = {
-        "8.9": refusal(A100),
-        "D is 40: it takes multiples of 16": refusal(d_model=40),
-        "it gives gradients of up to 65,536 rows, not 70,000": refusal(rows=70_000),
-        "it takes bfloat16, not float16": refusal(dtype="float16"),
-    }
-    for what, sentence in says.items():
-        assert re.search(re.escape(what), sentence)
-
-
-@pytest.mark.parametrize("target", [H100, B200])
-@pytest.mark.parametrize("d_ff", [1408, 1365])
-def test_which_kernel_serves(target, d_ff):
-    problem = OPERATOR.problem("bfloat16", rows=777, d_model=512, d_ff=d_ff)
-    call = Call(problem, target, EVERY)
-    forward, _ = selection.choose_kernel(IN_8_BITS.forward, OPERATOR, call)
-    backward, _ = selection.choose_kernel(IN_8_BITS.backward, OPERATOR, call, forward.saves)
-    expected = "hopper_8bit" if (target, d_ff) == (H100, 1408) else "triton_8bit"
-    assert (forward.name, backward.name) == (expected, expected)
-
-
-def test_precision_is_the_users_choice():
-    assert not IN_8_BITS.chosen_from

@@ -13,7 +13,6 @@ from tnp.dispatch.plans import launch_configs
 from tnp.model.config import TNPConfig
 from tnp.model.transformer_np import TransformerNP
 from tnp.model.variants import Variant
-from tnp.ops.transformer_block import WEIGHTS, transformer_block
 from tnp.tasks.task import Task
 
 CONFIG = TNPConfig(d_x=2, d_model=32, n_layers=2, n_heads=2, d_ff=48, n_components=3)
@@ -173,26 +172,3 @@ def test_a_plan_names_the_kernels_of_its_layers():
     model(FUSED).loss(task()).backward()
     blocks = [one for one in launch_configs() if one["problem"].count("transformer_block")]
     assert blocks and all("attention.fused" in one and "mlp.forward" in one for one in blocks)
-
-
-def test_bad_input_is_one_sentence():
-    h, d = torch.ones(2, 5, 16), 16
-    shapes = (d,), (3 * d, d), (d, d), (d,), (24, d), (d, 24)
-    weights = tuple(map(torch.ones, shapes))
-    transformer_block(h, None, weights, 2, n_k=3)
-    bad = {
-        "h is (5, 16): it must be [B, L, d_model]": {"h": h[0]},
-        "output is (8, 16): it must be (16, 16)": {"output": weights[2][:8]},
-        "they must be equal": {"update": h[:, :4]},
-        "n_keys is": {"n_keys": torch.tensor([3, 4], dtype=torch.int32)},
-        "norm_mlp": {"norm_mlp": weights[3][:8]},
-    }
-    for sentence, changed in bad.items():
-        named = dict(zip(WEIGHTS, weights, strict=True)) | changed
-        given = tuple(named[name] for name in WEIGHTS)
-        with pytest.raises(ValueError) as error:
-            transformer_block(
-                named.get("h", h), named.get("update"), given, 2, n_k=3,
-                n_keys=named.get("n_keys"),
-            )  # fmt: skip
-        assert sentence in str(error.value) and "\n" not in str(error.value)

@@ -72,7 +72,7 @@ def test_a_table_holds_functions_told_apart_by_a_column(of):
     [
         (
             {"h": ["5", "six"]},
-            "column 'h', row 1, holds 'six', not a number: .* of categories make",
+            "column 'h', row 1, holds 'six', not a number: .* for each category",
         ),
         ({"h": np.array([5, "six"], object)}, "column 'h', row 1, holds 'six', not a number"),
         ({"h": np.ones((2, 2))}, r"column 'h' has shape \(2, 2\): it must have one value a row"),
@@ -270,8 +270,8 @@ def test_collated_tasks_are_padded_to_the_largest():
     wide, there = Task(*(torch.ones(1, 3, d) for d in (2, 1, 2, 1))), ones(1, 3, 3, device="meta")
     assert_refused(
         (lambda: collate([]), "there is no task to collate"),
-        (lambda: collate([small, wide]), "d_x 1, d_y 1 and d_x 2, d_y 1 go into no batch"),
-        (lambda: collate([small, there]), "tasks on cpu and meta go into no batch together"),
+        (lambda: collate([small, wide]), "d_x 1, d_y 1 and d_x 2, d_y 1 cannot be in one batch"),
+        (lambda: collate([small, there]), "tasks on cpu and meta cannot be in one batch"),
     )
     with pytest.raises(TypeError, match="tasks to collate: number 1 is a tuple: all must be a tnp"):
         collate([small, tuple(small)])

@@ -142,8 +142,8 @@ def test_a_run_that_fails_says_so_and_leaves_what_was_saved(tmp_path, fourth, er
         (lambda step: make_task().x_context, TypeError, "tasks gives a Tensor: it must give a tnp"),
         (lambda step: task_of(step, math.nan), ValueError, "y_target of sample 0, point 0, is"),
         (lambda step: make_task(n_target=0), ValueError, "it must hold at least one target"),
-        ([], ValueError, "tasks has come to its end and gives nothing when it is begun again"),
-        (iter([task_of(0)]), ValueError, "tasks has come to its end"),
+        ([], ValueError, "tasks has ended and gives nothing when it is started again"),
+        (iter([task_of(0)]), ValueError, "tasks has ended"),
     ],
 )
 def test_a_source_that_trains_nothing_is_one_sentence(source, error, message):
@@ -187,7 +187,7 @@ def test_numbers_of_numpy_and_paths_are_saved_as_plain_ones_and_others_are_named
         train(4, folder=tmp_path, **options | {"about": about | {"data": "b"}})
     seen, kinds = [], {"ndarray": np.ones(3), "builtin_function": len, "Tensor": torch.ones(2)}
     for kind, value in kinds.items():
-        with pytest.raises(TypeError, match=f"about.a is a {kind}.*: it must be of numbers, texts"):
+        with pytest.raises(TypeError, match=f"about.a is a {kind}.*: it must hold numbers, texts"):
             train(2, seen.append, folder=tmp_path / "b", about={"a": value})
     assert not seen and not (tmp_path / "b").exists()
 
@@ -219,7 +219,7 @@ def test_arguments_that_train_nothing_are_named():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"model": build(d_ff_storage=32)}, "has weights of other names or shapes, as a variant"),
+        ({"model": build(d_ff_storage=32)}, "has weights of other names or shapes, such as"),
         # Weights of the same shapes, which would be another function in this model.
         ({"model": build(replace(CONFIG, n_heads=4))}, "n_heads is 2 there and 4 here"),
         ({"model": build(replace(CONFIG, sigma_min=0.1))}, "sigma_min is 0.0 there and 0.1 here"),

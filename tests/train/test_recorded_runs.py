@@ -49,9 +49,9 @@ def parameters(**changes) -> dict:
     } | changes
 
 
-def run(folder, code="", **changes):
+def run(folder, **changes):
     rows = []
-    model = recorded_runs.run(parameters(**changes), "cpu", folder, rows.append, code)
+    model = recorded_runs.run(parameters(**changes), "cpu", folder, rows.append)
     return rows, model
 
 
@@ -63,7 +63,7 @@ class Killed(Exception):
     pass
 
 
-def run_killed(folder, code="", **changes):
+def run_killed(folder, **changes):
     """Ends after step 3, when the checkpoint of that step is written."""
 
     def kill(row):
@@ -71,7 +71,7 @@ def run_killed(folder, code="", **changes):
             raise Killed
 
     with pytest.raises(Killed):
-        recorded_runs.run(parameters(**changes), "cpu", folder, kill, code)
+        recorded_runs.run(parameters(**changes), "cpu", folder, kill)
 
 
 @pytest.mark.parametrize("source", ["gaussian_process", "images"])
@@ -126,12 +126,11 @@ def test_a_finished_run_keeps_weights_and_rows_and_gives_them_again(tmp_path, sa
     assert all(map(torch.equal, model.parameters(), weights.parameters()))
 
 
-@pytest.mark.parametrize(("code", "changes"), [("", {"learning_rate": 1e-3}), ("edited", {})])
-def test_a_finished_run_starts_again_where_something_has_changed(tmp_path, sampled, code, changes):
+def test_a_finished_run_starts_again_where_something_has_changed(tmp_path, sampled):
     run(tmp_path)
     final = (tmp_path / "final.pt").read_bytes()
     sampled.clear()
-    run_killed(tmp_path, code, **changes)
+    run_killed(tmp_path, learning_rate=1e-3)
     assert sampled.count(0) == 3
     assert (tmp_path / "final.pt").read_bytes() == final  # until the new one is finished
 

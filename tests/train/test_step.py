@@ -146,7 +146,7 @@ def test_a_model_that_a_step_does_not_train_is_one_sentence():
         (train(DistributedDataParallel), "adds up no gradients of other processes, so write that"),
         (train(lambda model: torch.nn.Linear(2, 3)), "a Linear: it must be a TransformerNP$"),
         (train(lambda model: model.requires_grad_(False)), "no parameter of the model asks for a"),
-        (train(lambda model: model.compile() or model), "compiled in place, which a step passes"),
+        (train(lambda model: model.compile() or model), "compiled in place, which a step ignores"),
         error=(TypeError, ValueError),
     )
 

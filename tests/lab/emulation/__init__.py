@@ -32,7 +32,7 @@ def _compiled(source: nvrtc.Source, text: str) -> Launch:
         f'#include "{HEADER}"\n#line 1 "{source.path}"\n{text}\n'
         f'extern "C" void run(unsigned grid, unsigned threads, void** given) {{ {entry}; }}\n'
     )
-    command = [COMPILER, "-O2", "-std=c++20", "-w", "-shared", "-fPIC", f"-I{folder}"]
+    command = [COMPILER, "-O1", "-std=c++20", "-w", "-shared", "-fPIC", f"-I{folder}"]
     command += [f"-I{nvrtc.ROOT}", *(f"-D{name}={value}" for name, value in source.constants)]
     child = subprocess.run([*command, "-o", library, file], capture_output=True, text=True)
     if child.returncode:
