@@ -97,7 +97,7 @@ def test_without_buckets_a_captured_step_refuses_what_it_was_not_captured_for():
     assert task.context_lengths.tolist() == [7, 7]
     assert_refused(
         (lambda: step(make_task(n_context=9)), r"does not fit the captured step's .*buckets"),
-        (lambda: step(task), "either all its tasks have them, or none"),
+        (lambda: step(task), "all its tasks must have them, or none"),
         (lambda: step(make_task(), make_task()), "the captured step takes 1 tasks, not 2"),
     )
     step.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
