@@ -1,8 +1,5 @@
 """Tests measurements that do not end well."""
 
-import signal
-import subprocess
-import sys
 import tempfile
 
 import pyarrow as pa
@@ -10,9 +7,8 @@ import pytest
 import torch
 
 from tests.bench.configurations import op_parameters, step_parameters
-from tests.bench.processes import PATIENCE_S, is_alive, past_its_limit, wait_until, without_torch
+from tests.bench.processes import PATIENCE_S, is_alive, past_its_limit, without_torch
 from tnp.bench.isolate import run_isolated
-from tnp.bench.process import ROOT
 from tnp.experiment.failures import TRANSIENT, Unsupported, classify
 from tnp.store.schemas import TABLES
 
@@ -196,19 +192,3 @@ def test_who_ends_a_job_is_left_out_and_the_others_are_measured_again(
     assert found["sdpa_cudnn"]["reason"].startswith(reason)
     together = found["sdpa_flash"]["recorded_at"] == found["flex"]["recorded_at"]
     assert together == (len(groups) == 2)
-
-
-def test_the_child_dies_with_its_parent(instead_of_a_step, tmp_path):
-    pid_file = tmp_path / "pid"
-    instead_of_a_step(f"open({str(pid_file)!r}, 'w').write(str(os.getpid()))", "time.sleep(600)")
-    code = "from tests.bench.configurations import step_parameters as p; "
-    code += "from tnp.bench.isolate import run_isolated; run_isolated('step', p(), 600)"
-    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
-    try:
-        wait_until(lambda: pid_file.exists() and pid_file.read_text())
-        child = int(pid_file.read_text())
-        assert is_alive(child)
-    finally:
-        parent.send_signal(signal.SIGKILL)
-        parent.wait()
-    wait_until(lambda: not is_alive(child))

@@ -52,34 +52,31 @@ def test_calls_rotate_and_every_sample_is_kept() -> None:
     assert len(order) == measurement.n_warmup + len(measurement.samples_ms)
 
 
-def test_a_long_step_warms_up_once(clock: Clock) -> None:
+def test_long_calls_warm_up_once_and_are_timed_as_often_as_there_is_time(clock: Clock) -> None:
     durations = iter([2500.0, 2000.0, 2001.0, 2002.0])
     measurement = measure([clock.call(durations)], CPU, POLICY)
     assert measurement.samples_ms == pytest.approx([2000.0, 2001.0, 2002.0])
     assert measurement.n_warmup == 1
     assert measurement.settled and measurement.note is None
+    policy = Policy(max_sampling_s=6.0, min_samples=8, long_step_s=0.4, long_samples=3)
+    for ms, n_samples in ((2500.0, 3), (1100.0, 5), (500.0, 8)):
+        found = measure([clock.call(forever(ms))], CPU, policy)
+        assert len(found.samples_ms) == n_samples and found.n_warmup == 1
 
 
-def test_warms_up_for_as_long_as_it_was_told(clock: Clock) -> None:
+def test_warms_up_for_as_long_as_it_was_told_and_until_medians_agree(clock: Clock) -> None:
     policy = Policy(warmup_s=2.0, max_sampling_s=0.5)
     measurement = measure([clock.call(forever(10.0))], CPU, policy)
     assert measurement.began == pytest.approx(2.0, rel=0.6)
     assert measurement.n_warmup == pytest.approx(measurement.began * 100)
-
-
-def test_warms_up_until_medians_agree(clock: Clock) -> None:
     durations = iter([900.0] + [800.0] * 3 + [700.0] * 3 + [600.0] * 3 + [500.0] * 100)
     policy = Policy(warmup_s=2.0, min_samples=30, max_sampling_s=1.0, long_step_s=1.0)
     measurement = measure([clock.call(durations)], CPU, policy)
     assert measurement.samples_ms == pytest.approx([500.0] * 30)
-
-
-def test_what_never_settles_is_timed_and_says_so(clock: Clock) -> None:
-    falling = (100.0 * 0.999**i for i in range(10_000))
+    falling = (100.0 * 0.999**i for i in range(10_000))  # never settles
     measurement = measure([clock.call(falling)], CPU, POLICY)
     assert len(measurement.samples_ms) >= POLICY.min_samples
-    assert not measurement.settled
-    assert "1%" in measurement.note
+    assert not measurement.settled and "1%" in measurement.note
 
 
 def test_samples_are_taken_until_their_mean_is_known(clock: Clock) -> None:
@@ -150,13 +147,6 @@ def test_one_long_call_makes_the_rounds_of_all_few_and_many_short_ones_do_not(cl
     contenders = [[clock.call(forever(200.0))] for _ in range(9)]
     measurements = measure_interleaved(contenders, CPU, POLICY)
     assert {len(measurement.samples_ms) for measurement in measurements} == {30}
-
-
-def test_long_calls_are_timed_as_often_as_there_is_time(clock: Clock) -> None:
-    policy = Policy(max_sampling_s=6.0, min_samples=8, long_step_s=0.4, long_samples=3)
-    for ms, n_samples in ((2500.0, 3), (1100.0, 5), (500.0, 8)):
-        found = measure([clock.call(forever(ms))], CPU, policy)
-        assert len(found.samples_ms) == n_samples and found.n_warmup == 1
 
 
 def test_contenders_settle_together(clock: Clock) -> None:

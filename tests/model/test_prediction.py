@@ -92,22 +92,17 @@ def test_replayed_predictions_are_the_launched_ones_at_every_size(dtype):
     assert torch.equal(*in_chunks)
 
 
-def test_past_the_most_graphs_targets_are_launched(monkeypatch):
+def test_graphs_made_in_inference_mode_serve_outside_of_it_up_to_the_most(monkeypatch):
     monkeypatch.setattr("tnp.model.prediction_graphs.MOST_GRAPHS", 1)
     model, task = build(), make_task()
-    encoding, captures = replayed(model, model.encode(task.context))
-    for n in (5, 5, 3, 3, 3):
-        model.predict(encoding, task.x_target[:, :n])
-    assert captures.captured == 1
-
-
-def test_graphs_made_in_inference_mode_serve_outside_of_it():
-    model, task = build(), make_task()
     with torch.inference_mode():
-        encoding, _ = replayed(model, model.encode(task.context))
+        encoding, captures = replayed(model, model.encode(task.context))
         first = model.predict(encoding, task.x_target).mean
     for _ in range(2):
         assert torch.equal(model.predict(encoding, task.x_target).mean, first)
+    for _ in range(3):  # of another size, past the most graphs
+        model.predict(encoding, task.x_target[:, :3])
+    assert captures.captured == 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
