@@ -254,9 +254,8 @@ def _finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def everything(checkout: Checkout) -> Checkout:
-    """With replicates, training, and gates that nothing waits for."""
-    checkout.config["steps"]["cpu"] |= {"checkpoint": [False, True], "replicates": 2}
-    checkout.config["gates"] += ["op--mlp--single", "skip_unread"]
+    """With training; nothing waits for gate `kernels`."""
+    checkout.config["steps"]["cpu"]["checkpoint"] = [False, True]
     checkout.config["training"] = configuration()["training"]
     return checkout
 
