@@ -35,7 +35,7 @@ IDENTITY = (
     "gate", "op", "implementation", "check", "config_id", "replicate", "pass", "stage", "run",
     "step", "status",
 )  # fmt: skip
-# What else tells the rows of one run apart; how many there are may depend on time.
+# Further columns that tell rows of one run apart; their number may depend on time.
 WITHIN_A_RUN = ("sample", "kernel", "target", "dtype", "launch_config")
 
 
@@ -105,7 +105,7 @@ class Workflow:
         return found
 
     def torn(self) -> list[str]:
-        """What a reader of the folder could not read whole."""
+        """Returns a sentence for each file that a reader could not read whole."""
         found = []
         for file in self.folder.glob("data/**/*.parquet"):
             if not any(part.startswith(".") for part in file.relative_to(self.folder).parts):

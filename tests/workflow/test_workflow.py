@@ -1,4 +1,4 @@
-"""What a run does, from end to end. Measuring itself is faked (conftest), all else is real."""
+"""Runs of the workflow from end to end. Measuring itself is faked (conftest), all else is real."""
 
 import os
 import re
@@ -122,7 +122,7 @@ def test_what_was_ended_is_tried_again_and_what_is_named_is_measured_again(check
     assert checkout.run("all")[0] == 0 and checkout.measured() == [f"{SEPARATE} 2"]
     checkout.forget_calls()
     assert checkout.run("all")[0] == 0 and not checkout.calls()
-    # What is there is never overwritten, also where Snakemake is told to run it.
+    # No result is overwritten, also where Snakemake is told to run it.
     status, output = checkout.run("all", "--forcerun", "step")
     assert status != 0 and not checkout.calls(), output
     assert "no result is overwritten: measure it once more with `snakemake again" in output

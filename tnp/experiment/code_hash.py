@@ -40,7 +40,7 @@ HOUSE = frozenset(
 )
 DECLARED = ("Operator", "OPERATORS")  # the class, and the name of a tuple of its instances
 NAMED = re.compile(r"([A-Za-z_]\w*(?:\.\w+)+):([A-Za-z_]\w*)")
-# Of a syntax tree, what says nothing or differs between versions of Python.
+# Fields of a syntax tree that say nothing or differ between versions of Python.
 IGNORED = frozenset(("ctx", "kind", "type_comment", "type_params", "type_ignores"))
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 EVERYTHING = "*"  # the name that stands for a whole module
