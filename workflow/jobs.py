@@ -1,4 +1,4 @@
-"""What every script of the workflow needs: a voice, a log, and an end when the workflow ends."""
+"""Gives every script of the workflow a voice, a log, and an end when the workflow ends."""
 
 import os
 import select

@@ -19,7 +19,7 @@ from workflow.validation import validate
 
 Keys = tuple[str | int, ...]  # the way to a value: keys, and positions in lists
 
-# What is wrong at a value, by the type of what is right there.
+# Wrong values, by the type of the right one.
 WRONG: dict[type, list[object]] = {
     bool: ["maybe", 1, None, []],
     int: ["many", -1, 2.0, 2**31, float("nan"), float("inf"), None, [], {}, True],

@@ -177,7 +177,7 @@ def main(n: int, folder: Path, filled: Callable) -> list[str]:
     write_store(elsewhere / "data")
     found = []
     for name, operation in OPERATIONS.items():
-        # What is there before, and after with room enough.
+        # The disk before, and after with room enough.
         before, after = folder / name / "before", folder / name / "after"
         before.mkdir(parents=True)
         operation.prepare(before, elsewhere)

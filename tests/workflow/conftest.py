@@ -83,7 +83,7 @@ def render(name, database, html_path, image_path):
         path.write_text(name)
     return f"what {name} found"
 """
-# Of a GPU that is not there profiles are taken in the script's own process, with a false `ncu`.
+# Without the GPU, profiles are taken in the script's own process, with a false `ncu`.
 FAKE_GPU = {
     "tnp/bench/provenance.py": """
 def device_slug():
@@ -218,7 +218,7 @@ class Checkout:
         return [row for file in files for row in pq.ParquetFile(file).read().to_pylist()]
 
     def store(self, sql: str) -> list[tuple]:
-        """What a query of the built store returns."""
+        """Returns the rows of a query of the built store."""
         import duckdb
 
         with duckdb.connect(str(self.folder / "data/results.duckdb"), read_only=True) as store:
@@ -254,9 +254,8 @@ def _finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def everything(checkout: Checkout) -> Checkout:
-    """With replicates, training, and gates that nothing waits for."""
-    checkout.config["steps"]["cpu"] |= {"checkpoint": [False, True], "replicates": 2}
-    checkout.config["gates"] += ["op--mlp--single", "skip_unread"]
+    """With training; nothing waits for gate `kernels`."""
+    checkout.config["steps"]["cpu"]["checkpoint"] = [False, True]
     checkout.config["training"] = configuration()["training"]
     return checkout
 

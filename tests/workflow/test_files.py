@@ -138,7 +138,7 @@ def test_the_state_is_that_of_code_parameters_and_gates(runs):
         return files(runs, config).state("step", name, replicate)
 
     others = changed(CONFIG, "gates", [*CONFIG["gates"], "ragged"])
-    # What only orders the jobs, and gates that it does not wait for, void none.
+    # The order of jobs voids none, nor do gates that it does not wait for.
     assert state(changed(CONFIG, "steps.cpu.priority", 9)) == state(others) == state()
     assert len({state(), state(replicate=1), state(changed(CONFIG, "model.d_ff", 64)),
                 state(name="cpu--tiny--sdpa_flash")}) == 4  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the last lines of a run say."""
+"""The last lines of a run."""
 
 from tnp.store.files import write_table
 from workflow import summary

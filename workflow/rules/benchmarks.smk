@@ -30,7 +30,7 @@ for study in kinds().values():
             "../scripts/benchmark.py"
 
 
-# What `--config again=NAME` names, once more, and nothing else.
+# Measures once more what `--config again=NAME` names, and nothing else.
 rule again:
     input:
         to_measure_again,

@@ -26,7 +26,7 @@ from workflow.validation import validate
 # among them every 700 allocations took a third of a dry run.
 gc.set_threshold(100_000)
 
-# What is to be measured again, beside what is there. The rest of `config` is the experiment.
+# Names of jobs to measure again. The rest of `config` is the experiment.
 again = config.pop("again", None)
 
 try:
@@ -80,7 +80,7 @@ GPUS = 1 if DEVICE == "cuda" else 0
 start.prepare_environment(workflow.basedir)
 
 
-# Of the files of a benchmark's job, and of a training's.
+# Stems of a benchmark's files, and of a training's.
 REPLICATE, TRAINED = "{config_id}--r{replicate}{attempt}", "{config_id}{attempt}"
 
 

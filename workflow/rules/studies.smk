@@ -41,7 +41,7 @@ for study in ELSEWHERE.keys() - CONFIG.training:
             nothing_here(study),
 
 
-# What is no rule, Snakemake takes for a file to be made. This is each name without a folder, and
+# Snakemake takes a name that is no rule for a file to be made. This is each name without a folder, and
 # each path to what is made here otherwise than by a rule with that output.
 rule unknown_target:
     input:
