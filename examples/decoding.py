@@ -1,4 +1,4 @@
-"""Decoding: `PagedCache` and `decode_attention`, a token at a time of three sequences, one a fork.
+"""Decodes three sequences, one of them a fork, with `PagedCache` and `decode_attention`.
 
 python examples/decoding.py [STEPS]
 """
@@ -22,7 +22,7 @@ first, second = cache.allocate(), cache.allocate()
 for handle, n_tokens in ((first, 100), (second, 30)):  # prompts of different lengths
     for layer in range(n_layers):
         cache.append(handle, *torch.randn(2, kv_heads, n_tokens, head_dim, **like), layer)
-handles = [first, second, cache.fork(first)]  # the fork shares pages until one of the two writes
+handles = [first, second, cache.fork(first)]  # the fork shares pages until either one writes
 for _ in range(steps):
     for layer in range(n_layers):
         q = torch.randn(3, heads, 1, head_dim, **like)  # a model would compute q, k and v

@@ -134,7 +134,7 @@ def _refused(node: yaml.Node, what: str) -> yaml.MarkedYAMLError:
 
 
 def _sentence(error: yaml.MarkedYAMLError) -> str:
-    """Such as "line 12: …"; with where it began, since a quote is missed at the end of the file."""
+    """Returns "line 12: …", with where it began, since a quote is missed at the end of the file."""
     line = (error.problem_mark or error.context_mark).line + 1
     hint = "; indent with spaces, not with tabs" if r"'\t'" in error.problem else ""
     if error.context is None:

@@ -111,7 +111,7 @@ def reached(start: str, without: Iterable[str] = ()) -> Found:
     return dict(_definitions(start, frozenset({*NOT_MEASURED, *without})))
 
 
-# Of all steps, and of all benchmarks of operators, it is the same.
+# All steps start alike, and so do all benchmarks of operators.
 @cache
 def _definitions(start: str, without: frozenset[str]) -> Found:
     return definitions([start], without)

@@ -1,6 +1,4 @@
-"""Names of implementations. Operators of other packages: what is taken of them, and the sentence
-where one is not.
-"""
+"""Tests names of implementations, and operators of other packages that are taken or refused."""
 
 import importlib
 import inspect
@@ -81,13 +79,9 @@ def test_rows_and_sentences_say_what_an_implementation_is_really_called():
         assert torch.equal(o, expected)
         compiled = torch.compile(attention, backend="eager", fullgraph=True)
         torch.testing.assert_close(compiled(q, q, q, implementation=name), expected)
-    with pytest.raises(
-        RuntimeError, match="'sdpa_flash' .* lse=True: choose .*fused or .*reference"
-    ):
+    with pytest.raises(RuntimeError, match="'sdpa_flash' .* lse=True: choose .*fused or .*refer"):
         attention(q, q, q, lse=True, implementation="torch")
-    with pytest.raises(
-        ValueError, match="unknown implementation 'owm' .*reference, .*torch, own, "
-    ):
+    with pytest.raises(ValueError, match="unknown implementation 'owm' .*reference, .*torch, own"):
         attention(q, q, q, implementation="owm")
 
 

@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 import duckdb
 
-from tests.faults.files import SQL, contents, rows_of, write_store
+from tests.faults.files import contents, rows_of, write_store
+from tests.store import SQL
 from tnp.store.files import StoreError, build_database, read_table, record, write_table
 from tnp.train import recorded_runs
 from tnp.train.loop import load_state
@@ -176,7 +177,7 @@ def main(n: int, folder: Path, filled: Callable) -> list[str]:
     write_store(elsewhere / "data")
     found = []
     for name, operation in OPERATIONS.items():
-        # What is there before, and after with room enough.
+        # The disk before, and after with room enough.
         before, after = folder / name / "before", folder / name / "after"
         before.mkdir(parents=True)
         operation.prepare(before, elsewhere)

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 
@@ -16,13 +18,13 @@ import duckdb
 import torch
 import yaml
 
+from tests.store import SQL
 from tnp.store.files import build_database, read_table
 from tnp.store.schemas import TABLES
 from tnp.train.loop import load_state
 from tnp.util.atomic_files import StoreError, parquet_files
 
 ROOT = Path(__file__).parents[2]
-SQL = ROOT / "workflow/sql"
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
 KILLS_A_RUN = 8
 TIME_LIMIT_S = 3600  # of a whole run, and of each job, on a busy machine
@@ -33,7 +35,7 @@ IDENTITY = (
     "gate", "op", "implementation", "check", "config_id", "replicate", "pass", "stage", "run",
     "step", "status",
 )  # fmt: skip
-# What else tells the rows of one run apart; how many there are may depend on time.
+# Further columns that tell rows of one run apart; their number may depend on time.
 WITHIN_A_RUN = ("sample", "kernel", "target", "dtype", "launch_config")
 
 
@@ -103,7 +105,7 @@ class Workflow:
         return found
 
     def torn(self) -> list[str]:
-        """What a reader of the folder could not read whole."""
+        """Returns a sentence for each file that a reader could not read whole."""
         found = []
         for file in self.folder.glob("data/**/*.parquet"):
             if not any(part.startswith(".") for part in file.relative_to(self.folder).parts):
@@ -129,7 +131,7 @@ class Workflow:
         return database
 
     def weights(self) -> dict[str, torch.Tensor]:
-        path = self.folder / "data/runs/cpu/checkpoints/gp_tiny/final.pt"
+        (path,) = self.folder.glob("data/runs/cpu/checkpoints/gp_tiny--*/final.pt")
         return load_state(path, "cpu")["model"]
 
     def left_over(self) -> list[str]:
@@ -165,9 +167,9 @@ def identities(database: Path) -> dict[str, list[tuple]]:
         return found
 
 
-def counted_twice(database: Path, n_kills: int) -> list[str]:
-    """Rows that stand more than once in their run, or in more runs than `n_kills` explain: each
-    kill lets a job that was measured be measured once more.
+def counted_twice(database: Path) -> list[str]:
+    """Returns a sentence for rows that stand more than once in their run, or in two runs: a job
+    that was measured is not measured again after a kill.
     """
     found = []
     with duckdb.connect(str(database), read_only=True) as store:
@@ -179,12 +181,10 @@ def counted_twice(database: Path, n_kills: int) -> list[str]:
             rows = store.sql(
                 f"select {', '.join(names)}, count(*) as n_rows, count(distinct run_id) as n_runs "
                 f"from {table} group by all "
-                f"having n_rows != n_runs or ({of_a_job} and n_runs > 1 + {n_kills}) "
-                "order by all limit 3"
+                f"having n_rows != n_runs or ({of_a_job} and n_runs > 1) order by all limit 3"
             ).fetchall()
             found += [
-                f"{table}: {n_rows} rows of {n_runs} runs after {n_kills} kills: {row}"
-                for *row, n_rows, n_runs in rows
+                f"{table}: {n_rows} rows of {n_runs} runs: {row}" for *row, n_rows, n_runs in rows
             ]
     return found
 
@@ -197,16 +197,12 @@ def training(database: Path) -> list[tuple]:
         return store.sql(f"select distinct {columns} from training order by step").fetchall()
 
 
-def killed(workflow: Workflow, after_s: float, how: signal.Signals) -> tuple[bool, list[str]]:
-    """Whether it ran until it was killed `after_s` seconds after its start, and what was harmed."""
+def killed(workflow: Workflow, wait: Callable, how: signal.Signals) -> tuple[bool, list[str]]:
+    """Returns whether it ran until `wait(process)` had returned, and what its kill harmed."""
     process = workflow.start()
-    try:
-        process.wait(after_s)
-        if process.returncode:
-            return False, [f"the run failed: {workflow.output()}"]
-        return False, []
-    except subprocess.TimeoutExpired:
-        pass
+    wait(process)
+    if process.poll() is not None:
+        return False, [f"the run failed: {workflow.output()}"] if process.returncode else []
     # A terminal's Ctrl-C reaches every process of the group, `kill` the one that is named.
     (os.killpg if how == signal.SIGINT else os.kill)(process.pid, how)
     found = []
@@ -220,10 +216,20 @@ def killed(workflow: Workflow, after_s: float, how: signal.Signals) -> tuple[boo
     return True, found + workflow.torn()
 
 
-def differences(workflow: Workflow, unbroken: Workflow, n_kills: int) -> list[str]:
-    """What a run that was killed `n_kills` times has otherwise than one that was not."""
+def seconds(most: float) -> Callable[[subprocess.Popen], None]:
+    """Returns a function that waits for some seconds or the end of a process."""
+
+    def wait(process: subprocess.Popen) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(most)
+
+    return wait
+
+
+def differences(workflow: Workflow, unbroken: Workflow) -> list[str]:
+    """Returns what a run that was killed has otherwise than one that was not."""
     store, other = workflow.store(), unbroken.store()
-    found = counted_twice(store, n_kills) + counted_twice(other, 0)
+    found = counted_twice(store)
     mine, theirs = identities(store), identities(other)
     for table in TABLES:
         if mine[table] != theirs[table]:
@@ -235,7 +241,7 @@ def differences(workflow: Workflow, unbroken: Workflow, n_kills: int) -> list[st
             )
     results = workflow.folder / "data/results.duckdb"
     if results.exists():
-        found += counted_twice(results, n_kills)
+        found += counted_twice(results)
         if identities(results) != mine:
             found.append("the database has other rows than were measured")
     if training(store) != training(other):
@@ -246,9 +252,9 @@ def differences(workflow: Workflow, unbroken: Workflow, n_kills: int) -> list[st
     return found + [f"{file} was left over" for file in workflow.left_over()]
 
 
-def run(n: int, folder: Path, random: Random, target: str = "all") -> list[str]:
+def run(n: int, folder: Path, random: Random) -> list[str]:
     """Kills `n` times, at most `KILLS_A_RUN` times in one run; what was lost, false or left."""
-    unbroken = Workflow(folder / "unbroken", target)
+    unbroken = Workflow(folder / "unbroken", "all")
     start = time.monotonic()
     if found := unbroken.finish():
         return found
@@ -256,16 +262,15 @@ def run(n: int, folder: Path, random: Random, target: str = "all") -> list[str]:
     n_killed = n_runs = 0  # in all runs
     while n_killed < n:
         n_runs += 1
-        workflow = Workflow(folder / f"run{n_runs}", target)
-        n_before = n_killed
+        workflow = Workflow(folder / f"run{n_runs}", "all")
         for _ in range(min(KILLS_A_RUN, n - n_killed)):
             # At most half a run: most kills then fall into another job than the one before.
             after_s, how = random.uniform(0.1, duration_s / 2), random.choice(SIGNALS)
-            was_killed, harm = killed(workflow, after_s, how)
+            was_killed, harm = killed(workflow, seconds(after_s), how)
             found += [f"run {n_runs}, {how.name} after {after_s:.2f} s: {what}" for what in harm]
             n_killed += was_killed
             if not was_killed:
                 break
-        harm = workflow.finish() or differences(workflow, unbroken, n_killed - n_before)
+        harm = workflow.finish() or differences(workflow, unbroken)
         found += [f"run {n_runs}: {what}" for what in harm]
     return found

@@ -1,4 +1,4 @@
-"""The paged cache: whose pages are whose, what they hold, and what decode attention makes of it."""
+"""Tests the paged cache: whose pages are whose, what they hold, and attention over it."""
 
 import random
 
@@ -18,12 +18,12 @@ def cache(n_pages=8, page=4, dtype=torch.float32, **sizes) -> PagedCache:
 
 
 def tokens(*shape, dtype=torch.float32):
-    """k and v [*, n_kv_heads, T, head_dim]."""
+    """Returns k and v [*, n_kv_heads, T, head_dim]."""
     return [torch.randn(*shape, device=DEVICE).to(dtype) for _ in range(2)]
 
 
 def contents(of: PagedCache, handle, layer=0) -> list[torch.Tensor]:
-    """k and v of a sequence [n_kv_heads, T, head_dim], by its page table."""
+    """Returns k and v of a sequence [n_kv_heads, T, head_dim], by its page table."""
     (length,), (table,) = of.n_keys(handle, layer).tolist(), of.page_table(handle).long()
     return [x[table].transpose(0, 1).flatten(1, 2)[:, :length] for x in of.layer(layer)]
 
@@ -42,7 +42,7 @@ def joined(before, new):
 
 
 def check_pages(of: PagedCache, sequences: dict, n_pages: int) -> None:
-    """No page is lost, and none is another's unless the two are forks that it was shared by."""
+    """Asserts that no page is lost, and that only forks share one."""
     owners: dict[int, list] = {}
     for handle in sequences:
         for at, page in enumerate(pages(of, handle)):
@@ -145,29 +145,6 @@ def test_a_fork_shares_pages_until_one_of_them_writes():
     assert_holds(of, second, 0, joined(new, more))
 
 
-def test_forks_that_write_at_once_leave_one_of_them_the_page():
-    of = cache(n_pages=2)
-    first = of.allocate()
-    of.append(first, *tokens(2, 3, 4))
-    both = [first, of.fork(first)]
-    of.append(both, *tokens(2, 2, 1, 4))
-    assert of.n_free == 0 and pages(of, both[0]) != pages(of, both[1])
-
-
-def test_a_full_cache_changes_nothing():
-    of = cache(n_pages=2)
-    first = of.allocate()
-    of.append(first, *(new := tokens(2, 3, 4)))
-    second = of.fork(first)
-    sentence = "2 pages of 4 tokens are needed and 1 of 2 are free: free a sequence, or make"
-    with pytest.raises(CacheFull, match=sentence):
-        of.append(second, *tokens(2, 5, 4))
-    with pytest.raises(CacheFull, match="2 pages of 4 tokens are needed"):
-        of.allocate(5)
-    assert of.n_free == 1 and pages(of, second) == pages(of, first)
-    assert_holds(of, second, 0, new)
-
-
 def test_page_tables_of_a_fixed_width():
     of = cache()
     one, two = of.allocate(1), of.allocate(9)
@@ -232,7 +209,7 @@ def captured(step):
 
 
 def test_a_captured_step_writes_where_its_tensors_say():
-    """Over pages' edges, beside a fork, in every layer: as `append` does it."""
+    """It passes pages' edges beside a fork, in every layer, as `append` does."""
     of, same = cache(n_pages=24), cache(n_pages=24)
     both, prompts = [], [tokens(2, 2, 3, 4) for _ in range(2)]
     for one in (of, same):
@@ -283,7 +260,7 @@ def test_an_extension_that_does_not_fit_changes_nothing():
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there an assertion ends the CUDA context")
-def test_what_a_table_has_no_room_for_is_found_out():
+def test_tokens_beyond_a_page_table_are_refused():
     of, new = cache(), tokens(1, 2, 2, 4)
     table = of.page_table(of.allocate(9), columns=8)
     for length in (1, 33):

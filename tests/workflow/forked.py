@@ -21,7 +21,7 @@ util.get_temp_dir()  # now, not inside of the tests' folder, which is gone when 
 
 
 class Run:
-    """`python -m snakemake ARGUMENTS` in `folder`. What it prints is read from `stdout`."""
+    """`python -m snakemake ARGUMENTS` in `folder`. Its output is read from `stdout`."""
 
     def __init__(
         self, folder: Path, arguments: tuple[str, ...], environment: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""What the Snakemake workflow catalog reads: its files are there and name what there is."""
+"""The files that the Snakemake workflow catalog reads are there and name what there is."""
 
 import re
 import subprocess

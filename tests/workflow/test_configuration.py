@@ -1,4 +1,4 @@
-"""What YAML cannot read, or reads otherwise than it looks: refused with its line."""
+"""Text that YAML cannot read, or reads otherwise than it looks, is refused with its line."""
 
 import os
 import re
@@ -38,7 +38,7 @@ EXPANDING = ["a: &a [0, 0, 0, 0, 0, 0, 0, 0, 0]"] + [
         (f"a: {'9' * 5000}", 1, "cannot be read: Exceeds the limit"),
         ("a: 1\nb: \x01", 2, "character '\\x01' may not stand in YAML"),
         ("a:\n  <<: 3", 2, "expected a mapping or list of mappings for merging"),
-        # What YAML alone would accept.
+        # YAML alone would accept these.
         ("a: 1\nb:\n  c: 1\n  d: 1\n  c: 2", 5, "key 'c' stands already in line 3"),
         ("a: 1\nb: 2\na: 3", 3, "key 'a' stands already in line 1"),
         ("a: {b: 1, b: 1}", 1, "key 'b' stands already in line 1"),

@@ -33,7 +33,7 @@ def of_step(name: str) -> dict[str, str]:
 
 
 def files(found: dict[str, str]) -> set[str]:
-    """Those that these definitions stand in, and tables."""
+    """Returns the files of these definitions, and tables."""
     names = {name.partition(":")[0] for name in found}
     return {n if n.endswith(".json") else f"{n.replace('.', '/')}.py" for n in names}
 
@@ -192,7 +192,7 @@ def test_a_fingerprint_sees_the_tuned_tables_and_the_script():
 
 
 def test_the_order_of_implementations_voids_nothing():
-    """Of each the table has other entries."""
+    """The table has entries of each."""
     job = OPS["attention--mid"]
     turned = job | {"implementations": dict(reversed(job["implementations"].items()))}
     assert of_job("op", job) == of_job("op", turned)

@@ -1,4 +1,4 @@
-"""What is checked before the first job: one sentence each, and nothing was changed."""
+"""Checks before the first job: one sentence each, and nothing was changed."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What won in a tuning stands in the device's table."""
+"""The winners of a tuning stand in the device's table."""
 
 import json
 import subprocess

@@ -399,9 +399,18 @@ class Block(nn.Module):
         layers = attention, mlp, *norms
         return not (
             has_global_hooks()
-            or any(has_hooks(one) or not _METHODS.isdisjoint(one.__dict__) for one in layers)
+            or any(has_hooks(one) for one in layers)
+            # PyTorch 2.11 compiles `in` of a `__dict__`, but not `isdisjoint` with it.
+            or any(name in one.__dict__ for one in layers for name in _METHODS)
         )
 
 
 # A layer that has one of these in its `__dict__` was changed from outside.
-_METHODS = frozenset(name for kind in (Attention, HiddenLayer, MLP, RMSNorm) for name in vars(kind))
+_METHODS = sorted(
+    {
+        name
+        for kind in (Attention, HiddenLayer, MLP, RMSNorm)
+        for name in vars(kind)
+        if not name.startswith("__")
+    }
+)

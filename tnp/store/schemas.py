@@ -110,7 +110,7 @@ OP_KEY = [
     ("replicate", pa.int32()),
 ]
 
-# What a step's row says of its variant; null in rows from before there were several operators.
+# The variant of a step; null in rows from before there were several operators.
 VARIANT = [
     ("operators", pa.string()),  # JSON: operator → implementation
     ("gates", pa.string()),  # those the step waits for, joined by "|"
@@ -124,7 +124,7 @@ OP_SIZES = [
     ("n_components", pa.int32()),
 ]
 
-# Of an operator whose problem is declared (`tnp/dispatch/spec.py`); null in rows from before.
+# The problem of an operator that declares it (`tnp/dispatch/spec.py`); null in rows from before.
 CONTRACT = [
     ("problem", pa.string()),  # JSON: op, dtype, sizes and options that are on
     ("draw", pa.string()),  # JSON: how values were drawn; "{}" where nothing is said
@@ -156,7 +156,7 @@ EVIDENCE = [
 # other packages. "own": any operator of ours is in it.
 ROLES = ("baseline", "peer", "own")
 
-# What the device itself reaches at best, by the names of their rows' operators.
+# The best that the device itself reaches, by the names of their rows' operators.
 CEILINGS = ("ceiling_matmul", "ceiling_copy", "ceiling_read")
 # Number formats of products that there is a ceiling of: the dtype of its row.
 FORMATS = ("bfloat16", "float16", "tf32", "int8", "e4m3")

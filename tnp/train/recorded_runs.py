@@ -28,7 +28,6 @@ from tnp.tasks.sources import MAX_POINTS
 from tnp.tasks.task import Task
 from tnp.train.loop import LATEST, WATCHED, Report, cosine, fit, load_state
 from tnp.train.step import TrainingStep
-from tnp.util import tensor_archive
 
 HELD_OUT_SEED = 2**32 - 1  # no run has it: table `training` keeps seeds in 31 bits
 N_HELD_OUT_BATCHES = 8
@@ -45,12 +44,11 @@ def run(
     device: torch.device | str,
     checkpoint_dir: Path,
     on_row: Callable[[dict], None],
-    code: str = "",
 ) -> TransformerNP:
     """Trains one run of config.yaml, from its last checkpoint if there is one.
 
     At every evaluation the state is written to `latest.pt` in `checkpoint_dir`, and at the end to
-    `final.pt` instead. A finished run with the same parameters and code gives its rows again.
+    `final.pt` instead. Called again with the same parameters, a finished run gives its rows again.
     Otherwise it starts from step 0, and `final.pt` stays until the new run has ended.
 
     Args:
@@ -58,9 +56,8 @@ def run(
             steps, learning_rate, warmup_steps, eval_every, seed; where given `max_grad_norm`,
             `vary` (sizes of training tasks), `held_out_vary` (sizes of held-out tasks) and `study`.
         device: where to train.
-        checkpoint_dir: the folder of this run's checkpoints, and of no other run's.
+        checkpoint_dir: the folder of this run's checkpoints; no other run or code shares it.
         on_row: receives every row of table `training`, also rows before a resume.
-        code: identifies the code, such as a digest of its files.
 
     Raises:
         ValueError: the source is unknown, a picture has too few pixels, table `training` cannot
@@ -82,12 +79,8 @@ def run(
         buckets=Buckets.of(parameters.get("vary")),
     )
     latest, final = checkpoint_dir / LATEST, checkpoint_dir / "final.pt"
-    is_finished = False
-    if not latest.exists() and final.exists():
-        # The rows of a finished run may be lost, if it was killed before they were written.
-        state = load_state(final, "cpu")
-        is_finished = (state["about"], state["code"]) == (parameters, code)
-    if is_finished:
+    # The rows of a finished run may be lost, if it was killed before they were written.
+    if not latest.exists() and final.exists() and load_state(final, "cpu")["about"] == parameters:
         os.replace(final, latest)
     with tqdm(total=parameters["steps"], desc=parameters["run"], unit="step", disable=None) as bar:
 
@@ -116,11 +109,7 @@ def run(
             on_report=log,
             about=parameters,
         )
-    if is_finished:
-        os.replace(latest, final)
-    else:
-        tensor_archive.save(final, load_state(latest, "cpu") | {"code": code})
-        latest.unlink()
+    os.replace(latest, final)
     return model
 
 

@@ -12,7 +12,7 @@ for study in kinds().values():
         name:
             study.rule
         input:
-            awaited(study.kind),
+            awaited(study.kind, REPLICATE),
         output:
             **FILES.outputs(study.kind, REPLICATE),
         log:
@@ -30,7 +30,7 @@ for study in kinds().values():
             "../scripts/benchmark.py"
 
 
-# What `--config again=NAME` names, once more, and nothing else.
+# Measures once more what `--config again=NAME` names, and nothing else.
 rule again:
     input:
         to_measure_again,

@@ -1,4 +1,4 @@
-"""What is made of the measurements: the store, and the figures drawn from it.
+"""Makes the store of the measurements, and draws the figures from it.
 
 Both are made of whatever rows there are, recorded or of this machine, and both are no rule's
 output: Snakemake deletes an output before the job that makes it anew, which then may fail, and it
@@ -14,8 +14,7 @@ have no influence on anything else: `snakemake --report report.html figures` aft
 # All that has to run on the measured machine; what follows can be done anywhere.
 rule measurements:
     input:
-        FILES.of_plan(),
-        FILES.of_again(),
+        of_plan,
 
 
 # Measures nothing.

@@ -18,7 +18,7 @@ def rows(files: list[str], table: str) -> list[dict]:
 
 
 def capability(environments: list[str]) -> int:
-    """Of the GPU that these rows were measured on, 90 for "9.0"."""
+    """Returns the compute capability of the GPU that was measured: 90 for "9.0"."""
     found = {row["compute_capability"] for row in rows(environments, "environments")} - {None}
     if len(found) != 1:
         raise ValueError(f"rows of {device} are of compute capability {found}: it must be one")

@@ -35,7 +35,7 @@ class Settings(Sizes, settings.Study):
 
 
 class Ops(Study):
-    """What benchmarks of operators have in common, and section `ops`."""
+    """The base of all benchmarks of operators, and section `ops`."""
 
     section = "ops"
     holds = dict[settings.Name, Settings]

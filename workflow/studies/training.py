@@ -1,4 +1,4 @@
-"""Training runs. What a run does not set comes from its shape and from `model`."""
+"""Training runs. A run takes from its shape and from `model` what it does not set."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated
