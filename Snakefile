@@ -35,7 +35,7 @@ localrules:
 rule all:
     default_target: True
     input:
-        rules.measurements.input,
+        of_plan,
         drawn,
     log:
         "data/runs/logs/results.log",

@@ -1,156 +1,103 @@
-"""Chooses the files of a job's next attempt, so that no measured row is ever lost.
+"""Finds the results that a device has, and names what is measured again.
 
-`STEM.parquet` is a job's first attempt, `STEM--a2.parquet` its second. A killed job is tried again
-by the workflow's next run; a job that a user names (`again`) is measured once more. A job that
-Snakemake runs again, for example after an edit, writes the same files: the old rows stay as
-`STEM--of-<when they were written>.parquet`.
-
-`STEM.state` beside a benchmark's file identifies its code and parameters, unless a red gate refused
-part of it. While these are unchanged, its gates may run again without it.
+A job's n-th result is `STEM--STATE-N.parquet`. STATE identifies the code and the parameters that
+decide the result. A result is written once: nothing overwrites, renames or deletes it. A job's own
+table is written last, so a job that was killed has no result.
 """
 
-import os
 import re
-from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
-from itertools import count
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import pyarrow.parquet as pq
 from pyarrow import ArrowException
 
 from tnp.experiment.failures import TRANSIENT
-from tnp.store.schemas import TABLES
 
-ATTEMPTS = 3
+ATTEMPTS = 3  # of a state, if each is killed
 # The end of a file's stem, for the wildcards of the rules.
-PATTERN = r"(?:--a\d+)?"
+PATTERN = r"--[0-9a-f]{16}-\d+"
+STOPPED = "gate "  # the first word of the reason of a row that gates stopped
 
 Job = TypeVar("Job")
 
 
+class Attempt(NamedTuple):
+    """One result of a job."""
+
+    file: Path
+    stem: str
+    state: str
+    number: int
+
+
 class Attempts:
-    """Finds the files `runs`/<table>/<stem><attempt>.parquet of one device, once for each table.
+    """Finds the results `runs`/<table>/*.parquet of one device, once for each table."""
 
-    Args:
-        runs: folder of the device.
-        planning: whether killed jobs get another attempt. A process that the workflow started for
-            one of its jobs must find the files that were planned before.
-    """
-
-    def __init__(self, runs: Path | str, planning: bool = True) -> None:
+    def __init__(self, runs: Path | str) -> None:
         self._runs = Path(runs)
-        self._planning = planning
-        self._last = cache(self._find)
-        self.planned = cache(self._planned)
+        self._of_table = cache(self._find)
+        self._rows = cache(_rows)
 
-    def _planned(self, table: str, stem: str, again: bool = False) -> str:
-        """Returns the end of the stem of the last attempt's file, or of the one to be written."""
-        last = self._last(table).get(stem, 0)
-        if again or self.to_be_tried_again(table, stem):
-            last += 1
-        return f"--a{last}" if last > 1 else ""
+    def of(self, table: str, stem: str) -> list[Attempt]:
+        """Returns a job's results, oldest first."""
+        return self._of_table(table).get(stem, [])
 
     def to_be_tried_again(self, table: str, stem: str) -> bool:
-        """Returns whether the last attempt was killed or timed out, and fewer than three exist.
+        """Returns whether the last result was killed or timed out, and may come about."""
+        made = self.of(table, stem)
+        if not made or tried_out(made):
+            return False
+        return any(row.get("status") in TRANSIENT for row in self._rows(made[-1].file))
 
-        A gate is always tried again: it goes on where it stopped.
-        """
-        last = self._last(table).get(stem, 0)
-        if not self._planning or "status" not in TABLES[table].names:
-            return False
-        if last == 0 or is_last_attempt(table, last):
-            return False
-        file = self.last(table, stem)
-        if not file.is_file():  # a pipe would be waited for
-            return False
-        try:
-            statuses = pq.ParquetFile(file).read(["status"])["status"].to_pylist()
-        except (ArrowException, OSError):  # said before the first job starts
-            return False
-        return any(status in TRANSIENT for status in statuses)
-
-    def last(self, table: str, stem: str) -> Path:
-        """Returns the file of the last attempt."""
-        last = self._last(table).get(stem, 0)
-        return self._runs / table / f"{stem}{f'--a{last}' if last > 1 else ''}.parquet"
+    def refused(self, table: str, stem: str) -> bool:
+        """Returns whether gates stopped some rows of the last result, or a whole training."""
+        rows = self._rows(self.of(table, stem)[-1].file)
+        return not rows or any((row.get("reason") or "").startswith(STOPPED) for row in rows)
 
     def replicates(self, table: str, config_id: str) -> list[int]:
-        """Returns the replicates of a benchmark that have a file."""
+        """Returns the replicates of a benchmark that have a result."""
         pattern = re.compile(rf"{re.escape(config_id)}--r(\d+)")
-        found = map(pattern.fullmatch, self._last(table))
+        found = map(pattern.fullmatch, self._of_table(table))
         return sorted(int(match[1]) for match in found if match)
 
-    def _find(self, table: str) -> dict[str, int]:
-        """Returns {stem: number of its last attempt}."""
-        last: dict[str, int] = {}
+    def _find(self, table: str) -> dict[str, list[Attempt]]:
+        found: dict[str, list[Attempt]] = {}
         for file in self._runs.joinpath(table).glob("*.parquet"):
-            stem, number = attempt(file)
-            last[stem] = max(last.get(stem, 0), number)
-        return last
+            if one := attempt(file):
+                found.setdefault(one.stem, []).append(one)
+        return {stem: sorted(made, key=lambda one: one.number) for stem, made in found.items()}
 
 
-def attempt(file: Path) -> tuple[str, int]:
-    """Returns the stem of a job's files, and the number of the attempt that wrote this one."""
-    stem, number = re.fullmatch(r"(.*?)(?:--a(\d+))?", file.stem).groups()
-    return stem, int(number or 1)
+def attempt(file: Path) -> Attempt | None:
+    """Returns the result that `file` holds, or None for a file of an earlier layout."""
+    match = re.fullmatch(r"(.+)--([0-9a-f]{16})-(\d+)", file.stem)
+    return Attempt(file, match[1], match[2], int(match[3])) if match else None
 
 
-def is_last_attempt(table: str, number: int) -> bool:
-    """Returns whether a job that is killed at this attempt is tried again only on request."""
-    return table != "gates" and number >= ATTEMPTS
+def tried_out(made: Sequence[Attempt]) -> bool:
+    """Returns whether a job whose last result was ended early is tried again only on request.
+
+    A gate is always tried again: it goes on where it stopped.
+    """
+    n_tried = sum(one.state == made[-1].state for one in made)
+    return made[-1].file.parent.name != "gates" and n_tried >= ATTEMPTS
 
 
-def is_of(file: Path, state: str) -> bool:
-    """Returns whether a result exists and has this state: a digest of code and parameters."""
+def _rows(file: Path) -> list[dict]:
+    """Returns status and reason of each row, if the table has them.
+
+    A file that cannot be read has a row without: it is named before the first job starts.
+    """
+    if not file.is_file():  # reading a pipe would wait for a writer
+        return [{}]
     try:
-        return file.is_file() and file.with_suffix(".state").read_text() == state
-    except OSError:
-        return False
-
-
-def note_state(file: Path, state: str, refused: bool) -> None:
-    """Notes the state of the result that will be written to `file`.
-
-    A result that a red gate refused has none: it waits for its gates until they are green.
-    """
-    noted = file.with_suffix(".state")
-    noted.unlink(missing_ok=True)
-    if not refused:
-        noted.parent.mkdir(parents=True, exist_ok=True)
-        noted.write_text(state)
-
-
-def keep(files: Iterable[str]) -> None:
-    """Gives each existing file a second name, under which the store reads it too.
-
-    Snakemake deletes a job's outputs before it runs it. Until then both names are of one file, and
-    the store counts each row once, so a kill at any moment changes nothing.
-
-    Raises:
-        ValueError: a file cannot have a second name.
-    """
-    for file in filter(Path.is_file, map(Path, files)):
-        written = datetime.fromtimestamp(file.stat().st_mtime, UTC)
-        for further in count(1):
-            of = f"--of-{written:%Y%m%dT%H%M%S%fZ}" + (f"-{further}" if further > 1 else "")
-            second = file.with_stem(file.stem + of)
-            try:
-                os.link(file, second)
-            except FileExistsError:
-                # Its own is there where a run was killed before it deleted the first name.
-                if not second.samefile(file):
-                    continue
-            except OSError as error:
-                raise ValueError(
-                    f"{file} is to be measured anew and cannot be kept as {second.name} "
-                    f"({error.strerror}): move it to a folder of this file system that allows it, "
-                    "or to data/recorded"
-                ) from None
-            break
+        return pq.ParquetFile(file).read(["status", "reason"]).to_pylist()
+    except (ArrowException, OSError):
+        return [{}]
 
 
 def named(

@@ -78,9 +78,6 @@ def stopped(files: Sequence[Path], implementations: Mapping[str, str]) -> Blocke
     """Returns why the gates in `files` stop these implementations (operator → name), or None."""
     from tnp.store.files import read_table
 
-    missing = [file for file in files if not file.is_file()]
-    if missing:
-        raise RuntimeError(f"gate {missing[0].stem} has no result: snakemake gates")
     rows = [row for file in files for row in read_table(file, "gates").to_pylist()]
     return blocked(rows, implementations)
 

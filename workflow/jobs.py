@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -40,6 +40,14 @@ def job(name: str, log: str | Path, *, capture: bool = True) -> Iterator[Callabl
             traceback.print_exc(file=file)
             say(f"{type(error).__name__}: {error} (traceback in {log})")
             sys.exit(1)
+
+
+def write(files: Mapping[str, str], tables: Mapping[str, list[dict]]) -> None:
+    """Writes each table's rows to its file: the job's own, which says that it is done, last."""
+    from tnp.store.files import write_table
+
+    for table, file in reversed(list(files.items())):
+        write_table(Path(file), table, tables.get(table, []))
 
 
 def _end_with_workflow() -> None:

@@ -60,6 +60,15 @@ def check_folders(folders: Iterable[str]) -> None:
             ) from None
 
 
+def check_new(results: Iterable[str]) -> None:
+    """Raises ValueError naming a result that is there already; Snakemake would delete it."""
+    for file in filter(os.path.exists, results):
+        raise ValueError(
+            f"{file} is measured, and no result is overwritten: measure it once more with "
+            "`snakemake again --config again=NAME`"
+        )
+
+
 def check_device(slug: str) -> None:
     """Raises ValueError if the device `slug`, on which jobs are to run here, is not here."""
     from tnp.bench.child import require_visible

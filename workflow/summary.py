@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tnp.experiment.failures import TRANSIENT
 from tnp.store.schemas import TABLES
-from workflow.attempts import ATTEMPTS, attempt, is_last_attempt
+from workflow.attempts import ATTEMPTS, Attempts, attempt, tried_out
 
 DATABASE = "data/results.duckdb"
 QUERY = (
@@ -52,12 +52,12 @@ def not_finished(files: Iterable[Path], targets: Iterable[str]) -> list[str]:
         reasons = [row["reason"] for row in rows if row["status"] in TRANSIENT]
         if not reasons:
             continue
-        stem, number = attempt(file)
+        stem = attempt(file).stem
         if table != "gates" and all(reason.startswith("gate ") for reason in reasons):
             n_waiting += 1
             continue
         said.append(f"Not finished: {'gate ' * (table == 'gates')}{stem}: {reasons[-1]}.")
-        if is_last_attempt(table, number):
+        if tried_out(Attempts(file.parents[1]).of(table, stem)):
             last.append(re.sub(r"--r\d+$", "", stem))
     if n_waiting:
         said.append(f"Jobs that wait for gates which are not finished: {n_waiting}.")

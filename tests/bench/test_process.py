@@ -1,4 +1,4 @@
-"""A child's report, its end with all that it started, and whose turn it is on a device."""
+"""Tests a child's report, its end with all that it started, and turns on a device."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.configurations import step_parameters
-from tests.bench.processes import PATIENCE_S, is_alive, past_its_limit, wait_until
+from tests.bench.processes import PATIENCE_S, is_alive, past_its_limit, wait_until, without_torch
 from tnp.bench import child as child_module
 from tnp.bench import process, provenance
 from tnp.bench.isolate import run_isolated
@@ -38,22 +38,16 @@ def own_temporary_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def child(tmp_path, monkeypatch):
-    """Runs these lines as a child; its report."""
+    """Runs these lines as a child and returns its report."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     def run(*lines: str, timeout_s: float = PATIENCE_S, **parameters) -> dict:
         body = "\n".join(f"    {line}" for line in lines)
-        (tmp_path / "lines_of_a_child.py").write_text(CHILD.format(body=body))
+        without_torch(tmp_path, lines_of_a_child=CHILD.format(body=body))
         common = {"device": "cpu", "device_slug": "cpu"}
         return run_child(["lines_of_a_child"], common | parameters, timeout_s)
 
     return run
-
-
-def test_a_report_is_what_was_noted(child):
-    report = child("note(twice=2 * parameters['number'])", "note(name='ä')", number=21)
-    assert (report["twice"], report["name"]) == (42, "ä")
-    assert report["environment"]["environment_id"]
 
 
 def test_a_slow_child_is_heard_and_one_that_says_nothing_is_ended(tmp_path, monkeypatch):
@@ -100,9 +94,13 @@ def test_what_was_noted_outlives_a_kill_in_the_middle_of_a_line(child):
 @pytest.mark.parametrize(
     ("status", "reason"), [(0, "its process ended without a result"), (3, "exit code 3")]
 )
-def test_an_exit_is_the_failure(child, status, reason):
+def test_an_exit_is_the_failure_and_what_was_noted_stays(child, status, reason):
     """Other ends are rows in `test_isolate.py`."""
-    assert tuple(child(f"os._exit({status})")["failure"]) == ("error", reason)
+    lines = "note(twice=2 * parameters['number'])", "note(name='ä')", f"os._exit({status})"
+    report = child(*lines, number=21)
+    assert (report["twice"], report["name"]) == (42, "ä")
+    assert report["environment"]["environment_id"]
+    assert tuple(report["failure"]) == ("error", reason)
 
 
 @pytest.mark.parametrize("end", ["pass", "os._exit(1)", "time.sleep(600)"])
@@ -121,13 +119,9 @@ def test_what_a_child_started_ends_with_it(child, tmp_path, end):
 def test_what_a_child_started_ends_with_who_waits_for_it(tmp_path, end):
     """A grandchild, such as a compile worker, whatever ends the process that measures."""
     pid_file = tmp_path / "pid"
-    (tmp_path / "started_by_a_child.py").write_text(
-        CHILD.format(
-            body="    started = subprocess.Popen(['sleep', '600'])\n"
-            f"    open({str(pid_file)!r}, 'w').write(str(started.pid))\n"
-            "    time.sleep(600)\n"
-        )
-    )
+    body = "    started = subprocess.Popen(['sleep', '600'])\n"
+    body += f"    open({str(pid_file)!r}, 'w').write(str(started.pid))\n    time.sleep(600)\n"
+    without_torch(tmp_path, started_by_a_child=CHILD.format(body=body))
     # Whatever started the tests may ignore SIGINT, as a shell's background jobs do.
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
     code += "from tnp.bench.process import run_child; run_child(['started_by_a_child'], "
@@ -147,7 +141,7 @@ def test_what_a_child_started_ends_with_who_waits_for_it(tmp_path, end):
 
 def test_what_a_gate_started_ends_when_its_time_is_over(tmp_path, monkeypatch):
     pid_file = tmp_path / "pid"
-    (tmp_path / "sitecustomize.py").write_text(
+    stub = (
         "import subprocess, sys, time, types\n"
         "def run_gate(gate, device, progress):\n"
         "    started = subprocess.Popen(['sleep', '600'])\n"
@@ -160,6 +154,7 @@ def test_what_a_gate_started_ends_when_its_time_is_over(tmp_path, monkeypatch):
         f"gates.__path__ = [{str(ROOT / 'tnp/gates')!r}]\n"
         "sys.modules['tnp.gates'] = gates\n"
     )
+    (tmp_path / "sitecustomize.py").write_text(stub)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     tables, limit_s = past_its_limit(
         lambda limit_s: gate_process.run(

@@ -1,4 +1,4 @@
-"""Every private interface of another package that we use is there, and means what we think."""
+"""Tests that every private interface of another package is there, and means what we think."""
 
 import os
 

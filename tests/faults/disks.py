@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 import duckdb
 
-from tests.faults.files import SQL, contents, rows_of, write_store
+from tests.faults.files import contents, rows_of, write_store
+from tests.store import SQL
 from tnp.store.files import StoreError, build_database, read_table, record, write_table
 from tnp.train import recorded_runs
 from tnp.train.loop import load_state

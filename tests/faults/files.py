@@ -15,11 +15,11 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tests.store import SQL
 from tnp.store.files import StoreError, build_database, write_table
 from tnp.store.schemas import SCHEMA_VERSION, TABLES
 from tnp.util.atomic_files import parquet_files
 
-SQL = Path(__file__).parents[2] / "workflow" / "sql"
 ROWS_A_FILE = 40
 HANGS_AFTER_S = 20
 NOBODY = 65534
@@ -61,18 +61,15 @@ def replace(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
 
-def rewrite(path: Path, change: Callable[[pa.Table], pa.Table]) -> None:
-    """As another program would write it: the same metadata, no checksums."""
-    table = pq.ParquetFile(path).read()
-    changed = change(table)
-    metadata = changed.schema.metadata or table.schema.metadata
+def rewrite(path: Path, change: Callable[[pa.Table], pa.Table], version: object = 1) -> None:
+    """Writes it as another program would, which knows no digest of a file."""
+    metadata = {} if version is None else {"tnp_schema_version": str(version), "other": ""}
+    changed = change(pq.ParquetFile(path).read())
     pq.write_table(changed.replace_schema_metadata(metadata), path)
 
 
-def version(path: Path, text: str | None) -> None:
-    metadata = {} if text is None else {"tnp_schema_version": text, "other": ""}
-    table = pq.ParquetFile(path).read()
-    pq.write_table(table.replace_schema_metadata(metadata), path)
+def version(path: Path, said: object) -> None:
+    rewrite(path, lambda table: table, said)
 
 
 def instead(path: Path, make: Callable[[Path], None]) -> None:
@@ -92,50 +89,70 @@ def other_content(path: Path) -> None:
     write_table(path.with_name("altered.parquet"), table, rows)
 
 
-UNREADABLE = "not to be read"
-OTHER_CONTENT = "one run with two contents"
-FAULTS: dict[str, Callable[[Path, Random], None]] = {
-    "cut short": lambda p, r: replace(p, p.read_bytes()[: r.randrange(p.stat().st_size)]),
-    "without its last byte": lambda p, r: replace(p, p.read_bytes()[:-1]),
-    "empty": lambda p, r: replace(p, b""),
-    "one bit flipped": lambda p, r: flip(p, r, 1),
-    "eight bits flipped": lambda p, r: flip(p, r, 8),
-    "zeros in the middle": lambda p, r: replace(
-        p, (c := p.read_bytes())[: len(c) // 3] + bytes(len(c) // 3) + c[2 * (len(c) // 3) :]
+def other_type(table: pa.Table) -> pa.Table:
+    return table.set_column(0, table.column_names[0], pa.array(range(len(table))))
+
+
+def zeros(content: bytes) -> bytes:
+    third = len(content) // 3
+    return content[:third] + bytes(third) + content[2 * third :]
+
+
+def moved(path: Path) -> Path:
+    other = "steps" if path.parent.name != "steps" else "gates"
+    return path.parents[1] / other / "moved.parquet"
+
+
+WHOLE = "is not a whole Parquet file"
+UNREADABLE, OTHER_CONTENT = "not to be read", "one run with two contents"
+SAME_ROWS = None
+# Name → what makes a file bad, and what the sentence says. Of "there twice" the rows must stay as
+# they are; where the sentence is "" they may.
+FAULTS: dict[str, tuple[Callable[[Path, Random], object], str | None]] = {
+    "missing": (lambda p, r: p.unlink(), "does not exist"),
+    "cut short": (lambda p, r: replace(p, p.read_bytes()[: r.randrange(p.stat().st_size)]), WHOLE),
+    "without its last byte": (lambda p, r: replace(p, p.read_bytes()[:-1]), WHOLE),
+    "empty": (lambda p, r: replace(p, b""), WHOLE),
+    "one bit flipped": (lambda p, r: flip(p, r, 1), ""),
+    "eight bits flipped": (lambda p, r: flip(p, r, 8), ""),
+    "zeros in the middle": (lambda p, r: replace(p, zeros(p.read_bytes())), WHOLE),
+    "text": (lambda p, r: replace(p, b"step,time_ms\n1,2.0\n"), WHOLE),
+    "two files in one": (lambda p, r: replace(p, p.read_bytes()[:-8] + p.read_bytes()), ""),
+    "a pipe": (lambda p, r: instead(p, os.mkfifo), "is no regular file"),
+    "a folder": (lambda p, r: instead(p, Path.mkdir), "is no regular file"),
+    "a link to nothing": (lambda p, r: instead(p, lambda q: q.symlink_to("x")), "does not exist"),
+    "a link to itself": (lambda p, r: instead(p, lambda q: q.symlink_to(q.name)), "cannot be read"),
+    UNREADABLE: (lambda p, r: p.chmod(0), "cannot be read (Permission denied): make it"),
+    "a column of another type": (lambda p, r: rewrite(p, other_type), " as int64, table "),
+    "a column that no table has": (
+        lambda p, r: rewrite(p, lambda t: t.append_column("speed", pa.array(range(len(t))))),
+        "a column 'speed' that table ",
     ),
-    "text": lambda p, r: replace(p, b"step,time_ms\n1,2.0\n"),
-    "two files in one": lambda p, r: replace(p, p.read_bytes()[:-8] + p.read_bytes()),
-    "a pipe": lambda p, r: instead(p, os.mkfifo),
-    "a folder": lambda p, r: instead(p, Path.mkdir),
-    "a link to nothing": lambda p, r: instead(p, lambda q: q.symlink_to("nowhere")),
-    "a link to itself": lambda p, r: instead(p, lambda q: q.symlink_to(q.name)),
-    UNREADABLE: lambda p, r: p.chmod(0),
-    "a column of another type": lambda p, r: rewrite(
-        p, lambda t: t.set_column(0, t.column_names[0], pa.array(range(len(t))))
+    "a column twice": (
+        lambda p, r: rewrite(p, lambda t: t.append_column(t.column_names[0], t.column(0))),
+        "has two columns ",
     ),
-    "a column that no table has": lambda p, r: rewrite(
-        p, lambda t: t.append_column("speed", pa.array(range(len(t))))
+    "of a newer version": (
+        lambda p, r: version(p, str(SCHEMA_VERSION + 1)),
+        f"schema version {SCHEMA_VERSION + 1}, this checkout reads up to {SCHEMA_VERSION}",
     ),
-    "a column twice": lambda p, r: rewrite(
-        p, lambda t: t.append_column(t.column_names[0], t.column(0))
+    "of version abc": (lambda p, r: version(p, "abc"), "version 'abc', which is no number"),
+    "of version -1": (lambda p, r: version(p, "-1"), "version '-1', which is no number"),
+    "of no version": (lambda p, r: version(p, None), "was not written by tnp.store"),
+    "in another table's folder": (lambda p, r: shutil.copy(p, moved(p)), "has "),
+    "in a folder of no table": (
+        lambda p, r: shutil.copytree(p.parent, p.parents[1] / "tables"),
+        "in a folder 'tables': it must be one of",
     ),
-    "of a newer version": lambda p, r: version(p, str(SCHEMA_VERSION + 1)),
-    "of version abc": lambda p, r: version(p, "abc"),
-    "of version -1": lambda p, r: version(p, "-1"),
-    "of no version": lambda p, r: version(p, None),
-    "in another table's folder": lambda p, r: shutil.copy(
-        p, p.parents[1] / ("steps" if p.parent.name != "steps" else "gates") / "moved.parquet"
+    "there twice": (lambda p, r: shutil.copy(p, p.with_name("copy.parquet")), SAME_ROWS),
+    "there twice, once recorded": (
+        lambda p, r: shutil.copy(
+            p, Path(str(p).replace("/runs/", "/recorded/")).with_name("stamp.parquet")
+        ),
+        SAME_ROWS,
     ),
-    "in a folder of no table": lambda p, r: shutil.copytree(p.parent, p.parents[1] / "tables"),
-    "there twice": lambda p, r: shutil.copy(p, p.with_name("copy.parquet")),
-    "there twice, once recorded": lambda p, r: shutil.copy(
-        p, Path(str(p).replace("/runs/", "/recorded/")).with_name("stamp.parquet")
-    ),
-    OTHER_CONTENT: lambda p, r: other_content(p),
+    OTHER_CONTENT: (lambda p, r: other_content(p), "hold run "),
 }
-# Of these the store must have the same rows; all others it may also refuse, or must.
-HARMLESS = {"there twice", "there twice, once recorded"}
-MAY_BE_READ = {*HARMLESS, "one bit flipped", "eight bits flipped", "two files in one"}
 
 
 def run(n: int, folder: Path, random: Random) -> list[str]:
@@ -154,10 +171,13 @@ def run(n: int, folder: Path, random: Random) -> list[str]:
         can_be = [file for file in files if name != OTHER_CONTENT or _has_runs(file)]
         target = broken / random.choice(can_be).relative_to(sound)
         before = set(broken.rglob("*"))
-        FAULTS[name](target, random)
+        FAULTS[name][0](target, random)
         # A file that was added is at fault itself, and the one it was made from may be named too.
         at_fault = {target, *(set(broken.rglob("*")) - before)}
-        problem = _harm(broken, name, at_fault, rows)
+        given = [broken / file.relative_to(sound) for file in files]
+        problem = _harm(
+            sorted({*given, *broken.glob("data/*/*/*/*.parquet")}), name, at_fault, rows
+        )
         if problem is not None:
             found.append(f"{target.relative_to(broken)} {name}: {problem}")
         shutil.rmtree(broken)
@@ -173,18 +193,19 @@ def contents(database: Path) -> dict[str, list[tuple]]:
         }
 
 
-def _harm(broken: Path, name: str, at_fault: set[Path], rows: dict) -> str | None:
+def _harm(files: list[Path], name: str, at_fault: set[Path], rows: dict) -> str | None:
+    broken, wanted = files[0].parents[4], FAULTS[name][1]
     database = broken / "results.duckdb"
     before = database.read_bytes()
     try:
         with _nobody(broken, name == UNREADABLE), _unblocked(at_fault) as waited:
-            build_database(sorted(broken.glob("data/*/*/*/*.parquet")), SQL, database)
+            build_database(files, SQL, database)
     except StoreError as error:
         said = str(error)
         if waited:
             return f"it waited for {HANGS_AFTER_S} s and more"
-        if name in HARMLESS:
-            return f"it was refused: {said!r}"
+        if wanted is SAME_ROWS or wanted not in said:
+            return f"it was refused otherwise than by {wanted!r}: {said!r}"
         if "\n" in said or not any(str(path) in said for path in at_fault):
             return f"the sentence does not name it: {said!r}"
         if database.read_bytes() != before:
@@ -194,7 +215,7 @@ def _harm(broken: Path, name: str, at_fault: set[Path], rows: dict) -> str | Non
         return f"{type(error).__name__} in place of a sentence: {error}"
     if contents(database) != rows:
         return "other rows, and nothing was said"
-    return None if name in MAY_BE_READ else "nothing was said"
+    return "nothing was said" if wanted else None
 
 
 def _has_runs(file: Path) -> bool:

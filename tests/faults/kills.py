@@ -16,13 +16,13 @@ import duckdb
 import torch
 import yaml
 
+from tests.store import SQL
 from tnp.store.files import build_database, read_table
 from tnp.store.schemas import TABLES
 from tnp.train.loop import load_state
 from tnp.util.atomic_files import StoreError, parquet_files
 
 ROOT = Path(__file__).parents[2]
-SQL = ROOT / "workflow/sql"
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
 KILLS_A_RUN = 8
 TIME_LIMIT_S = 3600  # of a whole run, and of each job, on a busy machine
@@ -129,7 +129,7 @@ class Workflow:
         return database
 
     def weights(self) -> dict[str, torch.Tensor]:
-        path = self.folder / "data/runs/cpu/checkpoints/gp_tiny/final.pt"
+        (path,) = self.folder.glob("data/runs/cpu/checkpoints/gp_tiny--*/final.pt")
         return load_state(path, "cpu")["model"]
 
     def left_over(self) -> list[str]:

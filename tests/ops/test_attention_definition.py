@@ -100,7 +100,7 @@ def test_a_run_of_packed_sequences():
     [
         ({"n_tokens": 101}, "lengths are 100 in all: they must be n_tokens, 101"),
         ({"batch": 2}, "batch is 2: packed sequences lie in a batch of 1"),
-        ({"n_cached": 200}, "its tokens see cached keys: that is operator decode_attention's"),
+        ({"n_cached": 200}, "its tokens see cached keys: use operator decode_attention"),
     ],
 )
 def test_a_run_that_cannot_be_is_one_sentence(change, sentence):

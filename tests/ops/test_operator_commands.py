@@ -118,7 +118,7 @@ def test_options_are_part_of_the_problem(declared, monkeypatch, capsys):
         (["swiglu", "--rows", "4"], "the following arguments are required: --width"),
         (["swiglu", "--rows", "0", "--width", "4"], "'0' must be a whole number, at least 1"),
         (["swiglu", *SIZES, "--implementations", "ligre"], "unknown implementation 'ligre'"),
-        (["rope", *ODD_ROPE], "head_dim is 7: it must be even, since elements turn in pairs"),
+        (["rope", *ODD_ROPE], "head_dim is 7: it must be even, for pairs of elements"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(arguments, said, capsys):

@@ -11,7 +11,7 @@ from tnp.dispatch import plans
 from tnp.dispatch.call import forget
 from tnp.gates.checks import relative_error
 from tnp.ops.attention import attention
-from tnp.ops.projection import OPERATOR_QKV, linear, products, project_qkv
+from tnp.ops.projection import PROJECT_QKV, linear, products, project_qkv
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -117,7 +117,7 @@ def test_keys_and_values_are_one_product_each_way(n_k, first):
     x, weight = draw(2, 7, 24), draw(72, 24)
     options = ("n_heads", 2), ("n_q", 7 - first), ("n_k", n_k)
     inputs = x, weight, None
-    plan = plans.build(OPERATOR_QKV, "fused", inputs, options, ("x", "weight"))
+    plan = plans.build(PROJECT_QKV, "fused", inputs, options, ("x", "weight"))
     assert len(products_of(lambda: plan.forward(inputs, ()))) == 2
     dq = draw(2, 7 - first, 2, 12).transpose(1, 2)
 

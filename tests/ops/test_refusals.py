@@ -145,7 +145,7 @@ WRONGS = {
         [
             ({"q": zeros(2, 4, 5, 5), "k": zeros(2, 2, 5, 5)}, "head_dim is 5: it must be even"),
             ({"q": TURNS["q"][0]}, "q is (4, 5, 16): it must be [batch, heads, tokens, D]"),
-            ({"k": zeros(2, 2, 3, 16)}, "they may differ in their heads alone"),
+            ({"k": zeros(2, 2, 3, 16)}, "they may differ only in their heads"),
             ({"k": zeros(2, 2, 5, 16).half()}, "k torch.float16 on cpu: they must be equal"),
             ({"cos": zeros(5, 4), "sin": zeros(5, 4)}, "both must be [n_positions, 8], half of"),
             (
@@ -166,7 +166,7 @@ WRONGS = {
             ({"q_weight": zeros(8)}, "q_weight is (8,): it must be [16], head_dim"),
             ({"eps": 0.0}, "eps is 0.0: it must be positive and finite"),
             ({"pairing": "other"}, "choose from half, interleaved"),
-            ({"q": zeros(2, 4, 5, 8)}, "they may differ in their heads alone"),
+            ({"q": zeros(2, 4, 5, 8)}, "they may differ only in their heads"),
             ({"positions": int32(0, 0, 0, 0, 5).expand(2, 5)}, "they must lie between 0 and 4"),
         ],
     ),

@@ -133,7 +133,7 @@ def test_flashinfer_keeps_so_many_plans(plans, monkeypatch):
         (peers.FA3, {"page_table": False}, None),
         (peers.FA3, {}, "it does not take page_table=True"),
         (peers.FLASHINFER, {}, None),
-        (peers.FLASHINFER, {"page_table": False}, "it takes a cache in pages alone"),
+        (peers.FLASHINFER, {"page_table": False}, "it takes only a cache in pages"),
         (peers.FLASHINFER, {"n_queries": 5}, "it takes n_queries 1, not 5"),
         (peers.FLASHINFER, {"k_descale": True}, "it does not take k_descale=True"),
     ],

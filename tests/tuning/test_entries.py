@@ -1,4 +1,4 @@
-"""What becomes an entry of a tuned table, from rows of operators; and which rows are measured."""
+"""Tests which rows of operators become entries of a tuned table, and which are measured."""
 
 import json
 

@@ -6,7 +6,7 @@ import os
 import shutil
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -97,7 +97,7 @@ def run_isolated(kind, parameters, timeout_s):
 """,
 }
 FAKE_TRAINING = """
-def run(parameters, device, checkpoint_dir, on_row, code):
+def run(parameters, device, checkpoint_dir, on_row):
     on_row({"run": parameters["run"], "step": 1, "heldout_log_likelihood": 0.0})
 """
 
@@ -126,15 +126,18 @@ def small() -> dict:
     return config | {"training": {}}
 
 
-def changed(config: dict, path: str, value: object) -> dict:
-    """Returns a copy of a configuration with `value` at `path`, keys with points between."""
-    made = copy.deepcopy(config)
-    *parents, last = path.split(".")
+def changed(config: dict, path: str | Sequence[str | int], value: object) -> dict:
+    """Returns a copy of a configuration with `value` at `path`, keys or text with points between.
+
+    The empty path stands for the whole.
+    """
+    made = {"": copy.deepcopy(config)}
+    *parents, last = ["", *(path.split(".") if isinstance(path, str) else path)]
     place = made
     for parent in parents:
         place = place[parent]
     place[last] = value
-    return made
+    return made[""]
 
 
 class Checkout:
@@ -203,6 +206,10 @@ class Checkout:
 
     def forget_calls(self) -> None:
         (self.folder / "calls").unlink(missing_ok=True)
+
+    def files(self, table: str, stem: str) -> list[Path]:
+        """The results of a job on the CPU."""
+        return sorted(self.folder.glob(f"data/runs/cpu/{table}/{stem}--*-*.parquet"))
 
     def rows(self, table: str, device: str = "cpu") -> list[dict]:
         import pyarrow.parquet as pq

@@ -1,89 +1,67 @@
-"""What was ended from outside is tried again, what is named is measured again; no row is lost."""
+"""Which results there are, which job is tried again, and which jobs a name means."""
 
-import os
+from pathlib import Path
 
 import pytest
 
 from tnp.experiment.failures import TRANSIENT
 from tnp.store.files import write_table
 from tnp.store.schemas import STATUSES
-from workflow.attempts import ATTEMPTS, Attempts, is_of, keep, named, note_state
+from workflow.attempts import ATTEMPTS, Attempts, named
+
+NOW, BEFORE = "0" * 16, "f" * 16
 
 
-def test_what_cannot_be_kept_is_not_measured_anew(tmp_path, monkeypatch):
-    file = tmp_path / "a.parquet"
-    file.write_bytes(b"measured")
-
-    def refused(*_):
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refused)
-    keep([str(tmp_path / "never measured.parquet")])
-    with pytest.raises(ValueError, match=r"a.parquet is to be measured anew .*Operation not perm"):
-        keep([str(file)])
-
-
-def test_two_files_written_at_one_moment_keep_a_second_name_each(tmp_path):
-    file = tmp_path / "a.parquet"
-    for content in (b"first", b"second", b"third"):
-        file.unlink(missing_ok=True)
-        file.write_bytes(content)
-        os.utime(file, (1e9, 1e9))
-        for _ in range(2):  # a run that was killed before it deleted the first name
-            keep([str(file)])
-    kept = sorted(other.read_bytes() for other in tmp_path.glob("a--of-*.parquet"))
-    assert kept == [b"first", b"second", b"third"]
-
-
-def rows(status: str) -> list[dict]:
-    return [{"config_id": "a", "status": "ok"}, {"config_id": "a", "status": status}]
+def made(runs: Path, table: str, stem: str, status: str) -> None:
+    write_table(runs / table / f"{stem}.parquet", table, [{"status": "ok"}, {"status": status}])
 
 
 @pytest.mark.parametrize("status", STATUSES)
-def test_which_status_gets_another_attempt(tmp_path, status):
-    write_table(tmp_path / "ops/a--r1.parquet", "ops", rows(status))
-    ending = Attempts(tmp_path).planned("ops", "a--r1")
-    assert ending == ("--a2" if status in TRANSIENT else "")
+def test_which_status_is_tried_again(tmp_path, status):
+    made(tmp_path, "ops", f"a--r1--{NOW}-1", status)
+    assert Attempts(tmp_path).to_be_tried_again("ops", "a--r1") == (status in TRANSIENT)
 
 
-def test_attempts_end_and_only_the_planner_adds_one(tmp_path):
-    endings = []
-    for _ in range(ATTEMPTS + 1):
-        ending = Attempts(tmp_path).planned("steps", "a--r1")
-        endings.append(ending)
-        write_table(tmp_path / f"steps/a--r1{ending}.parquet", "steps", rows("timeout"))
-        # The process of a job on a cluster, which waits for what was planned before.
-        assert Attempts(tmp_path, planning=False).planned("steps", "a--r1") == ending
-    assert endings == ["", "--a2", "--a3", "--a3"]
-    assert Attempts(tmp_path).planned("steps", "a--r1", again=True) == "--a4"
-    assert Attempts(tmp_path).planned("steps", "never") == ""
-    # A gate goes on where it stopped, as often as it must.
-    write_table(tmp_path / "gates/a--a7.parquet", "gates", [{"gate": "a", "status": "killed"}])
-    assert Attempts(tmp_path).planned("gates", "a") == "--a8"
+def test_attempts_of_a_state_end_but_those_of_a_gate_do_not(tmp_path):
+    states = [BEFORE, BEFORE, *[NOW] * ATTEMPTS]
+    for number, state in enumerate(states, 1):
+        for table in ("steps", "gates"):
+            made(tmp_path, table, f"a--{state}-{number}", "timeout")
+        is_last = number == len(states)
+        assert Attempts(tmp_path).to_be_tried_again("steps", "a") != is_last
+        assert Attempts(tmp_path).to_be_tried_again("gates", "a")
+    assert not Attempts(tmp_path).to_be_tried_again("steps", "never")
 
 
-def test_a_plan_stays_as_it_was_made(tmp_path):
-    attempts = Attempts(tmp_path)
-    assert attempts.planned("steps", "a--r1") == ""
-    write_table(tmp_path / "steps/a--r1.parquet", "steps", rows("killed"))
-    assert attempts.planned("steps", "a--r1") == ""
+def test_results_are_in_the_order_of_their_numbers_and_earlier_names_are_none(tmp_path):
+    for stem in (f"a--r1--{NOW}-10", f"a--r1--{BEFORE}-9", f"a--r3--{NOW}-1",
+                 "a--r1", "a--r2--a2", "a--r1--of-20260101T000000000000Z"):  # fmt: skip
+        made(tmp_path, "steps", stem, "killed")
+    found = Attempts(tmp_path)
+    assert [(one.state, one.number) for one in found.of("steps", "a--r1")] == [
+        (BEFORE, 9), (NOW, 10),
+    ]  # fmt: skip
+    assert found.replicates("steps", "a") == [1, 3] and found.of("steps", "a--r2") == []
 
 
-def test_a_file_that_cannot_be_read_is_not_tried_again(tmp_path):
-    file = tmp_path / "steps/a--r1.parquet"
+def test_a_file_that_cannot_be_read_is_neither_tried_again_nor_refused(tmp_path):
+    file = tmp_path / f"steps/a--{NOW}-1.parquet"
     file.parent.mkdir()
     file.write_bytes(b"PAR1 half a file")
-    assert Attempts(tmp_path).planned("steps", "a--r1") == ""
+    found = Attempts(tmp_path)
+    assert not found.to_be_tried_again("steps", "a") and not found.refused("steps", "a")
 
 
-def test_a_result_is_of_the_state_that_was_noted_where_nothing_refused_it(tmp_path):
-    file = tmp_path / "steps/a--r1.parquet"
-    note_state(file, "today's", refused=False)
-    assert not is_of(file, "today's")  # it is not there
-    write_table(file, "steps", rows("ok"))
-    assert is_of(file, "today's") and not is_of(file, "tomorrow's")
-    note_state(file, "today's", refused=True)
-    assert not is_of(file, "today's")
+def test_a_result_says_that_gates_refused_it(tmp_path):
+    def refused(table: str, rows: list[dict]) -> bool:
+        write_table(tmp_path / table / f"a--{NOW}-1.parquet", table, rows)
+        return Attempts(tmp_path).refused(table, "a")
+
+    ok, of_gate = {"status": "ok"}, "gate baseline is"
+    assert not refused("ops", [ok, {"status": "timeout", "reason": "no progress"}])
+    for status in ("gate_failed", "timeout"):  # a red gate, one that is not finished
+        assert refused("ops", [ok, {"status": status, "reason": of_gate}])
+    assert refused("training", []) and not refused("training", [{"run": "a"}])
 
 
 def test_names_are_whole_parts_of_ids():

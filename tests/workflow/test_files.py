@@ -1,17 +1,19 @@
 """Which files the jobs of a plan write, which gates they wait for, and what voids a result."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.workflow.conftest import changed, configuration, small
 from tnp.store.files import write_table
-from workflow.attempts import Attempts, named, note_state
+from workflow.attempts import attempt, named
 from workflow.files import Files
 from workflow.plan import Plan
 from workflow.validation import validate
 
 STEP, OP = "cpu--tiny--separate", "attention--tiny"
+GATE = "op--attention--separate"
 CONFIG = changed(small(), "ops.attention.implementations", ["sdpa_flash", "separate"])
 CONFIG["steps"]["cpu"] |= {"checkpoint": [False, True], "replicates": 2}
 CONFIG["training"] = configuration()["training"]
@@ -26,30 +28,35 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def files(runs: str, config: dict = CONFIG, again: str = "", device: str = "cpu") -> Files:
     """The files of a new run of the workflow."""
     plan = Plan(validate(config), device, device)
-    names = named(again, plan.names(), {}) if again else ()
-    return Files(plan, runs, Attempts(runs), names)
+    return Files(plan, runs, named(again, plan.names(), {}) if again else ())
 
 
 def stems(found: list[str], table: str) -> set[str]:
-    return {Path(file).stem for file in found if Path(file).parent.name == table}
+    """Returns "<stem> <number>" of those results that are of `table`."""
+    of = [attempt(Path(file)) for file in found if Path(file).parent.name == table]
+    return {f"{one.stem} {one.number}" for one in of}
 
 
-def made(runs: str, table: str, stem: str, status: str = "ok") -> Path:
-    file = Path(runs, table, f"{stem}.parquet")
-    write_table(file, table, [{"status": status}] if table != "training" else [{"run": stem}])
-    return file
+def made(planned: dict[str, str], status: str = "ok", reason: str | None = None) -> Path:
+    """Writes the files of a job; a training's rows have no status."""
+    for table, file in planned.items():
+        rows = {"training": [{"run": "a"}]}
+        own = [{"status": status, "reason": reason}] if file == next(iter(planned.values())) else []
+        write_table(Path(file), table, rows.get(table, own))
+    return Path(next(iter(planned.values())))
 
 
 def test_every_job_of_the_plan_and_each_gate_that_one_waits_for_is_asked_for(runs):
     found = files(runs).of_plan()
     each = [f"cpu--tiny--{name}{mark}--r{r}" for name in ("sdpa_flash", "separate")
-            for mark in ("", "--ckpt") for r in (1, 2)]  # fmt: skip
+            for mark in ("", "--ckpt") for r in ("1 1", "2 1")]  # fmt: skip
     assert stems(found, "steps") == stems(found, "stages") == set(each)
-    assert stems(found, "ops") == {f"{OP}--r1"} and stems(found, "training") == {"gp_tiny"}
-    assert stems(found, "samples") == {*each, f"{OP}--r1"}
+    assert stems(found, "ops") == {f"{OP}--r1 1"} and stems(found, "training") == {"gp_tiny 1"}
+    assert stems(found, "samples") == {*each, f"{OP}--r1 1"}
     # In the order of config.yaml; `kernels` stands in it and nothing waits for it.
     gates = ["baseline", "checkpointing", "op--attention--separate"]
-    assert files(runs).gates_waited_for() == gates and stems(found, "gates") == set(gates)
+    assert files(runs).gates_waited_for() == gates
+    assert stems(found, "gates") == {f"{gate} 1" for gate in gates}
     fewer = CONFIG | {"training": {}, "steps": {}}
     assert files(runs, fewer).gates_waited_for() == ["op--attention--separate"]
 
@@ -64,25 +71,58 @@ def test_every_job_of_the_plan_and_each_gate_that_one_waits_for_is_asked_for(run
         ("train", "gp_tiny", {"baseline"}),
     ],
 )
-def test_a_job_waits_for_its_gates_until_its_result_is_there_and_of_now(
-    kind, config_id, gates, runs
-):
-    now, replicate = files(runs), None if kind == "train" else "1"
-    job = (kind, config_id, replicate)
-    assert stems(now.awaited(*job, ""), "gates") == gates
-    stem = config_id if replicate is None else f"{config_id}--r1"
-    own = made(runs, {"step": "steps", "op": "ops", "train": "training"}[kind], stem)
-    assert stems(now.awaited(*job, ""), "gates") == gates  # nothing says of which code it is
-    note_state(own, now.state(*job), refused=False)
-    assert now.awaited(*job, "") == []
-    assert now.awaited(*job, "--a2")  # which is another file
-    # Of a gate that runs again, it does not run again; of other parameters or gates it does.
+def test_a_job_waits_for_its_gates_until_its_result_is_there(kind, config_id, gates, runs):
+    job = (kind, config_id, None if kind == "train" else 1)
+
+    def awaited(now: Files) -> set[str]:
+        return stems(now.awaited(kind, config_id, Path(_own(now.planned(*job))).stem), "gates")
+
+    assert awaited(files(runs)) == {f"{gate} 1" for gate in gates}
+    own = made(files(runs).planned(*job))
+    assert files(runs).planned(*job)[own.parent.name] == str(own) and not awaited(files(runs))
+    # Results of other code or parameters are other files, and stay where they are.
     other = changed(CONFIG, "model.d_ff", 64)
     for key, value in {"timeout_s": 7, "latency": CONFIG["timing"]["latency"]}.items():
         other = changed(other, f"timing.{key}", value)
-    assert files(runs, other).awaited(*job, "")
-    note_state(own, now.state(*job), refused=True)
-    assert now.awaited(*job, "")
+    assert awaited(files(runs, other)) and own.exists()
+    assert attempt(Path(_own(files(runs, other).planned(*job)))).number == 2
+
+
+def _own(planned: dict[str, str]) -> str:
+    return next(iter(planned.values()))
+
+
+def test_the_newest_result_counts_also_where_an_edit_is_taken_back(runs):
+    other = changed(CONFIG, "model.d_ff", 64)
+    for number, config in enumerate((CONFIG, other, CONFIG), 1):
+        planned = files(runs, config).planned("step", STEP, 1)
+        assert attempt(Path(_own(planned))).number == number
+        made(planned)
+    states = [attempt(file).state for file in Path(runs, "steps").iterdir()]
+    assert len(states) == 3 and len(set(states)) == 2
+
+
+def test_a_result_that_gates_refused_waits_for_a_newer_one_of_theirs(runs):
+    gates = [made(files(runs).planned("gate", name)) for name in ("baseline", GATE)]
+    own = made(files(runs).planned("step", STEP, 1), "gate_failed", "gate baseline is red")
+    assert _own(files(runs).planned("step", STEP, 1)) == str(own)
+    later = own.stat().st_mtime_ns + 1
+    os.utime(gates[1], ns=(later, later))
+    again = Path(_own(files(runs).planned("step", STEP, 1)))
+    assert attempt(again).number == 2 and files(runs).awaited("step", STEP, again.stem)
+
+
+def test_a_result_without_one_of_its_tables_is_measured_once_more(runs):
+    made(files(runs).planned("step", STEP, 1))
+    Path(files(runs).planned("step", STEP, 1)["samples"]).unlink()
+    assert attempt(Path(_own(files(runs).planned("step", STEP, 1)))).number == 2
+
+
+def test_a_jobs_own_process_finds_what_was_planned_before(runs):
+    planned = files(runs).planned("step", STEP, 1)
+    made(planned, "killed")
+    plan = Plan(validate(changed(CONFIG, "model.d_ff", 64)), "cpu", "cpu")
+    assert Files(plan, runs, planning=False).planned("step", STEP, 1) == planned
 
 
 def test_a_red_gates_contenders_are_known_by_their_gates(runs):
@@ -93,21 +133,18 @@ def test_a_red_gates_contenders_are_known_by_their_gates(runs):
     assert files(runs).gates("step", STEP) == ["baseline", "op--attention--separate"]
 
 
-def test_what_a_job_is_told_is_its_code_its_parameters_and_its_gates(runs):
-    told = files(runs).params("step", STEP, "2")
-    assert told.keys() == {"code", "parameters", "gates", "state"}
-    assert told["parameters"]["replicate"] == 2
-    others = [
-        files(runs, config).params("step", STEP, "2")
-        for config in (changed(CONFIG, "model.d_ff", 64), changed(CONFIG, "steps.cpu.priority", 9),
-                       changed(CONFIG, "gates", [*CONFIG["gates"], "ragged"]))
-    ]  # fmt: skip
-    assert [other["state"] == told["state"] for other in others] == [False, True, True]
-    assert others[1]["parameters"] == told["parameters"]  # what only orders the jobs voids none
-    first = files(runs).params("step", STEP, "1")
-    assert first["code"] == told["code"] and first["state"] != told["state"]
-    plain = files(runs).params("step", "cpu--tiny--sdpa_flash", "1")
-    assert plain["code"] != told["code"]
+def test_the_state_is_that_of_code_parameters_and_gates(runs):
+    def state(config: dict = CONFIG, replicate: int = 2, name: str = STEP) -> str:
+        return files(runs, config).state("step", name, replicate)
+
+    others = changed(CONFIG, "gates", [*CONFIG["gates"], "ragged"])
+    # What only orders the jobs, and gates that it does not wait for, void none.
+    assert state(changed(CONFIG, "steps.cpu.priority", 9)) == state(others) == state()
+    assert len({state(), state(replicate=1), state(changed(CONFIG, "model.d_ff", 64)),
+                state(name="cpu--tiny--sdpa_flash")}) == 4  # fmt: skip
+    fewer = changed(CONFIG, "gates", ["baseline", GATE])
+    assert state(name=f"{STEP}--ckpt") != state(fewer, name=f"{STEP}--ckpt")
+    assert files(runs).state("gate", "baseline") != files(runs).state("gate", "checkpointing")
 
 
 def test_profiles_and_the_hosts_calls_wait_for_no_gate(runs):
@@ -117,31 +154,30 @@ def test_profiles_and_the_hosts_calls_wait_for_no_gate(runs):
         "gates": [*CONFIG["gates"], "op--mlp--single"],
     }
     of_gpu = files(runs, config, device="cuda")
-    job = ("profile", "profiles--mlp--tiny--single", "1")
-    assert of_gpu.awaited(*job, "") == [] and of_gpu.params(*job).keys() == {"code", "parameters"}
+    assert of_gpu.gates("profile", "profiles--mlp--tiny--single") == []
 
 
 def test_what_was_ended_is_tried_again_as_another_file(runs):
-    made(runs, "steps", f"{STEP}--r1", "killed")
-    made(runs, "steps", f"{STEP}--r2")
-    made(runs, "gates", "baseline", "timeout")
+    first = files(runs)
+    made(first.planned("step", STEP, 1), "killed")
+    made(first.planned("step", STEP, 2))
+    made(first.planned("gate", "baseline"), "timeout")
     found = files(runs).of_plan()
-    assert {f"{STEP}--r1--a2", f"{STEP}--r2"} <= stems(found, "steps")
-    assert "baseline--a2" in stems(found, "gates")
-    assert "baseline--a2" in stems(files(runs).awaited("step", STEP, "1", ""), "gates")
+    assert {f"{STEP}--r1 2", f"{STEP}--r2 1"} <= stems(found, "steps")
+    assert "baseline 2" in stems(found, "gates")
     # A replicate past the planned ones, that was asked for once and did not come about.
-    made(runs, "steps", f"{STEP}--r3", "killed")
-    made(runs, "steps", f"{STEP}--r4")
+    made(first.planned("step", STEP, 3), "killed")
+    made(first.planned("step", STEP, 4))
     new = stems(files(runs).of_plan(), "steps")
-    assert f"{STEP}--r3--a2" in new and not {f"{STEP}--r3", f"{STEP}--r4"} & new
+    assert f"{STEP}--r3 2" in new and not any(f"{STEP}--r4" in stem for stem in new)
 
 
-def test_again_adds_a_replicate_of_a_benchmark_and_an_attempt_of_others(runs):
-    for table, stem in (("steps", f"{STEP}--r1"), ("steps", f"{STEP}--r2"), ("ops", f"{OP}--r1"),
-                        ("training", "gp_tiny"), ("gates", "baseline")):  # fmt: skip
-        made(runs, table, stem)
+def test_again_adds_a_replicate_of_a_benchmark_and_a_result_of_others(runs):
+    jobs = ("step", STEP, 1), ("step", STEP, 2), ("op", OP, 1), ("train", "gp_tiny")
+    for job in (*jobs, ("gate", "baseline")):
+        made(files(runs).planned(*job))
     found = files(runs, again=f"{STEP},{OP}--sdpa_flash,gp_tiny,gates--baseline").of_again()
-    assert stems(found, "steps") == {f"{STEP}--r3", f"{STEP}--ckpt--r1"}
-    assert stems(found, "ops") == {f"{OP}--r2"}
-    assert stems(found, "training") == {"gp_tiny--a2"} and stems(found, "gates") == {"baseline--a2"}
+    assert stems(found, "steps") == {f"{STEP}--r3 1", f"{STEP}--ckpt--r1 1"}
+    assert stems(found, "ops") == {f"{OP}--r2 1"}
+    assert stems(found, "training") == {"gp_tiny 2"} and stems(found, "gates") == {"baseline 2"}
     assert files(runs).of_again() == []

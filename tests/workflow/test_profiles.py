@@ -16,7 +16,7 @@ PROFILES = {
 }
 OPTIONS = get_argument_parser()._option_string_actions
 # What must not depend on where the jobs run: which of them run, and what one's failure stops.
-SHARED = ("scheduler", "rerun-incomplete", "rerun-triggers", "nolock", "keep-going")
+SHARED = ("scheduler", "ignore-incomplete", "rerun-triggers", "nolock", "keep-going")
 
 
 @pytest.mark.parametrize("name", PROFILES)

@@ -3,6 +3,8 @@
 from tnp.store.files import write_table
 from workflow import summary
 
+END = f"--{'0' * 16}-"
+
 
 def test_success_names_what_there_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -18,10 +20,12 @@ def test_success_names_what_there_is(tmp_path, monkeypatch):
 def test_what_was_ended_is_named_with_the_command_that_goes_on(tmp_path):
     ok, killed = {"status": "ok"}, {"status": "killed", "reason": "of memory"}
     waiting = {"status": "timeout", "reason": "gate a is not finished: it hung"}
-    rows = {"steps/a--r1": ok, "steps/b--r1--a2": killed, "steps/c--r1": waiting}
+    rows = {f"steps/a--r1{END}1": ok, f"steps/b--r1{END}2": killed, f"steps/c--r1{END}1": waiting}
     for name, row in rows.items():
         write_table(tmp_path / f"{name}.parquet", name.split("/")[0], [row])
-    files = [tmp_path / f"{name}.parquet" for name in (*rows, "steps/never", "samples/a--r1")]
+    files = [
+        tmp_path / f"{name}.parquet" for name in (*rows, "steps/never", f"samples/a--r1{END}1")
+    ]
     assert summary.not_finished(files[:1], ["all"]) == []
     goes_on = "Nothing is wrong with it. It goes on with: snakemake --cores 1 all"
     waits = "Jobs that wait for gates which are not finished: 1."
@@ -30,9 +34,9 @@ def test_what_was_ended_is_named_with_the_command_that_goes_on(tmp_path):
         waits,
         goes_on,
     ]
-    write_table(tmp_path / "steps/d--r2--a3.parquet", "steps", [killed])
-    *said, last = summary.not_finished(
-        [tmp_path / "steps/d--r2--a3.parquet"], ["headline", "gates"]
-    )[-2:]
+    tried = [tmp_path / f"steps/d--r2{END}{number}.parquet" for number in (1, 2, 3)]
+    for file in tried:
+        write_table(file, "steps", [killed])
+    *said, last = summary.not_finished(tried[-1:], ["headline", "gates"])[-2:]
     assert said[0].endswith("It goes on with: snakemake --cores 1 gates headline")
     assert last == "After 3 attempts: snakemake again --config again=d"

@@ -25,7 +25,7 @@ from tnp.util.bounded import Bounded
 from tnp.util.checks import is_expanded, switched_on
 
 AUTO_VARIABLE = "TNP_AUTO"  # "torch": "auto" takes PyTorch's plain form everywhere
-CHECK_VARIABLE = "TNP_CHECK"  # "1": kernels assert on the device numbers that are out of range
+CHECK_VARIABLE = "TNP_CHECK"  # "1": kernels assert on the device that numbers are in range
 
 
 class Refused(RuntimeError):

@@ -75,7 +75,7 @@ def code(job: Any) -> str:
 
 
 def _said(value: Any) -> str:
-    """Returns a constant as text. If it is a Triton function, that is its hash."""
+    """Returns a constant as text. A Triton function is written as its hash."""
     return _function(value) if hasattr(value, "cache_key") else repr(value)
 
 

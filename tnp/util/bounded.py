@@ -1,4 +1,4 @@
-"""A dictionary that cannot grow without end."""
+"""Defines a dictionary of limited size."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ for study in kinds().values():
         name:
             study.rule
         input:
-            awaited(study.kind),
+            awaited(study.kind, REPLICATE),
         output:
             **FILES.outputs(study.kind, REPLICATE),
         log:

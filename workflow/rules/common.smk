@@ -13,7 +13,7 @@ from tnp.gates import COMPILED, GATES, generic_gates
 from tnp.experiment.gpu_memory import gates_at_once, limit_gb
 from tnp.figures.story import STORY
 from workflow import sources, start, summary
-from workflow.attempts import PATTERN, Attempts, keep, named
+from workflow.attempts import PATTERN, named
 from workflow.files import Files
 from workflow.plan import GATE, Plan, device, running_order
 from workflow.progress import Progress
@@ -59,7 +59,6 @@ GATE_PRIORITY = len(PLAN.order) + 1
 
 # On a cluster a job's own process reads this file too, while the plan is being carried out.
 PLANNING = workflow.is_main_process
-ATTEMPTS = Attempts(RUNS, PLANNING)
 
 ELSEWHERE = PLAN.elsewhere()
 try:
@@ -69,7 +68,7 @@ try:
 except ValueError as error:
     sys.exit(str(error))
 
-FILES = Files(PLAN, RUNS, ATTEMPTS, AGAIN)
+FILES = Files(PLAN, RUNS, AGAIN, PLANNING)
 
 # Gates share the device as far as its memory reaches: they time nothing, and much of each is Python
 # and float64.
@@ -95,24 +94,17 @@ def one_of(names):
     return "|".join(map(re.escape, names)) or "(?!)"
 
 
-def of(wildcards):
-    """Id and replicate of a job; a training run has no replicates."""
-    return wildcards.config_id, wildcards.get("replicate")
-
-
-def awaited(kind):
+def awaited(kind, stem):
     """Results of the gates that a job waits for."""
-    return lambda wildcards: FILES.awaited(kind, *of(wildcards), wildcards.attempt)
+    return lambda of: FILES.awaited(kind, of.config_id, stem.format(**of))
 
 
 def params_of(kind, stem):
-    """Parameters of the jobs of a rule. Jobs run again where one changes."""
-
-    def one(name):
-        return lambda wildcards: FILES.params(kind, *of(wildcards))[name]
-
-    names = ["code", "parameters", *["gates", "state"] * kinds()[kind].gated]
-    return {name: one(name) for name in names} | kinds()[kind].params(RUNS, stem)
+    """Parameters of the jobs of a rule; a training run has no replicates."""
+    return {
+        "parameters": lambda of: PLAN.job(kind, of.config_id, of.get("replicate")),
+        "gates": lambda of: FILES.gates(kind, of.config_id),
+    } | kinds()[kind].params(RUNS, stem)
 
 
 def priority_of(wildcards):
@@ -134,6 +126,11 @@ def made_by_rules():
 def unknown_target(wildcards):
     known = [rule.name for rule in workflow.rules if not rule.has_wildcards()]
     sys.exit(refusal(wildcards.target, known))
+
+
+def of_plan(wildcards):
+    """Files of all jobs. As a function, a run that does not need them reads no code."""
+    return [*FILES.of_plan(), *FILES.of_again()]
 
 
 def to_measure_again(wildcards):
@@ -168,7 +165,9 @@ onstart:
             "gpu" in job.rule.resources for job in workflow.dag.needrun_jobs()
         ):
             start.check_device(SLUG)
-        keep(file for job in workflow.dag.needrun_jobs() for file in job.output)
+        start.check_new(
+            job.output[0] for job in workflow.dag.needrun_jobs() if job.output
+        )
     except ValueError as error:
         sys.exit(str(error))
     # Empty, but for jobs that share no file system: a kill would leave it behind.

@@ -13,9 +13,6 @@ rule gate:
     resources:
         gpu=GPUS,
     params:
-        code=lambda wildcards: sources.fingerprint(
-            "gate", sources.of_gate(wildcards.gate)
-        ),
         device=DEVICE,
         slug=SLUG,
         timeout_s=CONFIG.timing["timeout_s"],

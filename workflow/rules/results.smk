@@ -14,8 +14,7 @@ have no influence on anything else: `snakemake --report report.html figures` aft
 # All that has to run on the measured machine; what follows can be done anywhere.
 rule measurements:
     input:
-        FILES.of_plan(),
-        FILES.of_again(),
+        of_plan,
 
 
 # Measures nothing.

@@ -6,14 +6,21 @@ what the compiler says of every kernel for every target.
 """
 
 
+# Functions, so that only the code of what is asked for is read.
 rule gates:
     input:
-        FILES.of_gates(PLAN.gates),
+        lambda wildcards: FILES.of_gates(PLAN.gates),
 
 
 rule compiled:
     input:
-        FILES.planned(GATE, COMPILED)["gates"],
+        lambda wildcards: FILES.planned(GATE, COMPILED)["gates"],
+
+
+def of_jobs(jobs):
+    return lambda wildcards: [
+        file for files in FILES.of_replicates(jobs) for file in files.values()
+    ]
 
 
 for study, jobs in PLAN.studies().items():
@@ -22,7 +29,7 @@ for study, jobs in PLAN.studies().items():
         name:
             study
         input:
-            [file for files in FILES.of_replicates(jobs) for file in files.values()],
+            of_jobs(jobs),
 
 
 for study in ELSEWHERE.keys() - CONFIG.training:

@@ -3,7 +3,7 @@
 
 rule train:
     input:
-        awaited("train"),
+        awaited("train", TRAINED),
     output:
         **FILES.outputs("train", TRAINED),
     log:

@@ -4,16 +4,20 @@ A trial is a contender of an ordinary operator benchmark. The table is no rule's
 committed, and nothing else may wait for a tuning.
 """
 
-TRIALS = FILES.of_replicates(running_order(PLAN.on_demand))
-TIMED = FILES.of_replicates(deciding(CONFIG, PLAN.jobs["op"]))
+TRIALS = running_order(PLAN.on_demand)
+TIMED = deciding(CONFIG, PLAN.jobs["op"])
+
+
+def results_of(table, jobs):
+    return lambda wildcards: [files[table] for files in FILES.of_replicates(jobs)]
 
 
 # Without an output it always runs, and always from the rows that are there.
 rule tune:
     input:
-        trials=[files["ops"] for files in TRIALS],
-        ops=[files["ops"] for files in TIMED],
-        environments=[files["environments"] for files in TRIALS + TIMED],
+        trials=results_of("ops", TRIALS),
+        ops=results_of("ops", TIMED),
+        environments=results_of("environments", TRIALS + TIMED),
     log:
         "data/runs/logs/tune.log",
     params:

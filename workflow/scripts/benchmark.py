@@ -7,39 +7,37 @@ from tnp.bench.isolate import run_isolated, with_provenance
 from tnp.bench.outcome import Rows, failure_rows, implementation_of, only, together
 from tnp.bench.process import device_lock
 from tnp.gates import Blocked
-from tnp.store.files import write_table
-from workflow.attempts import Attempts, note_state
+from workflow.attempts import attempt
 from workflow.gate_process import stopped
-from workflow.jobs import job
+from workflow.jobs import job, write
 from workflow.studies import kinds
 
 given = dict(snakemake.params.items())
-kind, state, gates = given["kind"], given.get("state"), given.get("gates", [])
+kind, gates = given["kind"], given["gates"]
 study = kinds()[kind]
 parameters = study.completed(given["parameters"]) | {
     name: given[name] for name in study.params("", "")
 }
-attempts = Attempts(Path(snakemake.output[0]).parents[1], planning=False)
+results = {attempt(file).stem: file for file in map(Path, snakemake.input)}
 name = f"{parameters['config_id']} r{parameters['replicate']}"
 
 
-def measure() -> tuple[Rows, bool]:
-    """Returns the rows, and whether gates stopped some of them."""
+def measure() -> Rows:
+    """Returns the rows, each contender's failed where its gates stop it."""
     if isinstance(gates, list):
-        stop = stopped(results(gates), json.loads(parameters["operators"])) if gates else None
-        return measured(parameters, stop), stop is not None
-    stops = {
-        contender: stopped(results(names), {parameters["op"]: implementation_of(contender)})
-        for contender, names in gates.items()
-    }
-    allowed = [name for name, stop in stops.items() if stop is None]
+        return measured(parameters, stop(gates, json.loads(parameters.get("operators", "{}"))))
+    op = parameters["op"]
+    stops = {one: stop(of, {op: implementation_of(one)}) for one, of in gates.items()}
+    allowed = [one for one, blocked in stops.items() if blocked is None]
     parts = [measured(only(parameters, allowed), None)] if allowed else []
-    parts += [measured(only(parameters, [name]), stop) for name, stop in stops.items() if stop]
-    return together(parts), len(allowed) < len(stops)
+    parts += [
+        measured(only(parameters, [one]), blocked) for one, blocked in stops.items() if blocked
+    ]
+    return together(parts)
 
 
-def results(names: list[str]) -> list[Path]:
-    return [attempts.last("gates", name) for name in names]
+def stop(names: list[str], implementations: dict[str, str]) -> Blocked | None:
+    return stopped([results[name] for name in names], implementations)
 
 
 def measured(part: dict, stop: Blocked | None) -> Rows:
@@ -68,10 +66,6 @@ def said(row: dict) -> str:
 
 with job(name, snakemake.log[0]) as say:
     with device_lock(parameters["device_slug"], say=say):
-        tables, refused = measure()
-    own = study.tables[0]
-    if state is not None:
-        note_state(Path(snakemake.output[own]), state, refused)
-    for table, file in snakemake.output.items():
-        write_table(Path(file), table, tables.get(table, []))
-    say(outcome(tables[own]))
+        tables = measure()
+    write(snakemake.output, tables)
+    say(outcome(tables[study.tables[0]]))

@@ -5,10 +5,9 @@ from pathlib import Path
 from tnp.bench.isolate import with_provenance
 from tnp.bench.process import device_lock
 from tnp.gates import NOT_FINISHED
-from tnp.store.files import write_table
 from workflow import sources
 from workflow.gate_process import run
-from workflow.jobs import job
+from workflow.jobs import job, write
 
 params = snakemake.params
 gate = snakemake.wildcards.gate
@@ -41,6 +40,5 @@ with job(f"gate {gate}", snakemake.log[0]) as say:
         of = gate, params.device, params.slug, definitions, params.timeout_s
         tables = run(*of, Path(params.unfinished), say)
     identity = next((row["environment_id"] for row in tables["environments"]), None)
-    for table, rows in with_provenance(tables, params.slug, identity).items():
-        write_table(Path(snakemake.output[table]), table, rows)
+    write(snakemake.output, with_provenance(tables, params.slug, identity))
     say(verdict(tables["gates"]))

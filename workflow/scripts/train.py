@@ -8,11 +8,9 @@ from tnp.bench.child import require_device
 from tnp.bench.isolate import with_provenance
 from tnp.bench.process import device_lock
 from tnp.bench.provenance import environment
-from tnp.store.files import write_table
 from tnp.train import recorded_runs
-from workflow.attempts import Attempts, note_state
 from workflow.gate_process import stopped
-from workflow.jobs import job
+from workflow.jobs import job, write
 
 parameters = snakemake.params.parameters
 device, slug = parameters["device"], parameters["device_slug"]
@@ -24,22 +22,16 @@ def run(say: Callable[[str], None]) -> list[dict]:
     rows: list[dict] = []
     require_device(slug)
     with device_lock(slug, say=say):
-        recorded_runs.run(
-            own, device, Path(snakemake.params.checkpoints), rows.append, snakemake.params.code
-        )
+        recorded_runs.run(own, device, Path(snakemake.params.checkpoints), rows.append)
     return rows
 
 
 with job(f"train {parameters['run']}", snakemake.log[0], capture=False) as say:
-    attempts = Attempts(Path(snakemake.output[0]).parents[1], planning=False)
-    gates = [attempts.last("gates", name) for name in snakemake.params.gates]
-    stop = stopped(gates, json.loads(parameters["operators"]))
+    stop = stopped(list(map(Path, snakemake.input)), json.loads(parameters["operators"]))
     rows = [] if stop else run(say)
     state = environment(device)
     tables = {"training": rows, "environments": [state]}
-    note_state(Path(snakemake.output["training"]), snakemake.params.state, stop is not None)
-    for table, content in with_provenance(tables, slug, state["environment_id"]).items():
-        write_table(Path(snakemake.output[table]), table, content)
+    write(snakemake.output, with_provenance(tables, slug, state["environment_id"]))
     Path(snakemake.log[0]).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     if stop:
         say(f"not trained: {stop.reason}")

@@ -32,9 +32,7 @@ def rows_alone(tile, n_first, n_beside, n_q, BLOCK_M: tl.constexpr):
 def rows_beside(
     tile, block, n_first, n_beside, n_buffer, n_q, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Returns the rows of q in a tile of rows beside points of a block of the buffer, and these
-    points. n_q is no row.
-    """
+    """Returns a tile's rows of q beside a block of the buffer, and their points; n_q is no row."""
     n_each = tl.minimum(BLOCK_N, n_buffer - block * BLOCK_N)  # of a group
     at = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     beside = at // n_each * n_buffer

@@ -58,10 +58,7 @@ class Head(NamedTuple):
 
 
 def centred(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns x [n, D] minus the mean of some rows, rounded in blocks of 128 rows, and that mean.
-
-    The mean is float32 [D].
-    """
+    """Returns x [n, D] minus the mean of some rows, rounded in blocks, and that float32 mean."""
     import torch
     from torch.nn.functional import pad
 

@@ -148,10 +148,7 @@ def plain(problem: Problem) -> bool:
 
 
 def split(call: Call, config: DkdvConfig) -> tuple[int, int] | None:
-    """Returns how many items stay whole, and into how many pieces each other item is split.
-
-    Returns None if all items stay whole.
-    """
+    """Returns how many items stay whole, and in how many pieces the others are split, or None."""
     if config.persistent or call.problem["n_keys"] or not plain(call.problem):
         return None
     programs = call.target.multiprocessors

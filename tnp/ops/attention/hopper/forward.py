@@ -59,14 +59,7 @@ from tnp.ops.attention.hopper.primitives import (
     without_reference,
     written,
 )
-from tnp.ops.attention.keys import (
-    Reach,
-    Tiles,
-    all_seen,
-    key_range,
-    lengths_given,
-    seen,
-)
+from tnp.ops.attention.keys import Reach, Tiles, all_seen, key_range, lengths_given, seen
 from tnp.ops.attention.keys import n_tiles as tiles_needed
 from tnp.ops.attention.primitives import (
     LOG2_E,

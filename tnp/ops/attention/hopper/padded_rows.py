@@ -22,9 +22,7 @@ FAR = tl.constexpr(64.0)  # a tile stays as it was from this |lse| on, to base 2
 def _padded_tile(
     program, n_tiles, n_q, tiles_ptr, cu_q_ptr, cu_k_ptr, ROWS: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
-    """Returns a program's tile of queries as its first row, the end of its sequence, and its number
-    among the tiles of padded rows.
-    """
+    """Returns a tile's first row, its sequence's end, and its number among padded tiles."""
     tile = program % n_tiles
     row, first_q, n_rows, _first_k, _keys = place(
         tile, 0, tiles_ptr, cu_q_ptr, cu_k_ptr, cu_k_ptr, n_q, n_q, ROWS, PACKED, False

@@ -51,7 +51,7 @@ def supported(call: Call) -> Reason:
     """Returns why the Hopper kernels cannot serve a call, or None."""
     problem = call.problem
     if call.target.kind != "cuda" or call.target.capability != 90:
-        return "it uses instructions of compute capability 9.0 alone"
+        return "it uses instructions that only compute capability 9.0 has"
     if problem.itemsize != 2 or problem["head_dim"] not in HEAD_DIMS:
         taken = " and ".join(map(str, HEAD_DIMS))
         return (

@@ -357,13 +357,11 @@ MASKED_FUSED_CONFIGS = {
 
 
 def separate_configs(call: Call) -> tuple[SeparateConfig, ...]:
-    """Returns the candidates, the default first."""
     of_dkdv = candidates(call, DKDV_CONFIGS, MASKED_DKDV_CONFIGS)
     return tuple(SeparateConfig(*two) for two in product(of_dkdv, candidates(call, DQ_CONFIGS)))
 
 
 def fused_configs(call: Call) -> tuple[FusedConfig, ...]:
-    """Returns the candidates, the default first."""
     return candidates(call, FUSED_CONFIGS, MASKED_FUSED_CONFIGS)
 
 

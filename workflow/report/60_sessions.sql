@@ -1,9 +1,9 @@
 -- topic: evidence
 -- # When, and on which machine
--- A session (`sitting`) is a series of runs on one GPU without a gap of more than half an hour.
--- Sessions without the GPU's own number were recorded before evidence was kept. The commit is that
--- of the code that ran. Packages are the others that implementations came from. Sessions without
--- timings are left out.
+-- A session is a series of runs on one GPU without a gap of more than half an hour. Sessions
+-- without the GPU's own number were recorded before evidence was kept. The commit is that of the
+-- code that ran. Packages are the others that implementations came from. Sessions without timings
+-- are left out.
 with machines_of_runs as (
     select distinct
         device,
@@ -33,10 +33,10 @@ select
     string_agg(distinct driver, ', ' order by driver) as driver,
     string_agg(distinct left(git_commit, 7), ', ' order by left(git_commit, 7)) as commits,
     max_by(versions, length(versions)) as packages
-from sittings
+from sessions
 left join machines_of_runs using (device, run)
 left join environments using (device, environment_id)
 left join packages using (environment_id)
-group by device, sitting
+group by device, session
 having count(environment_id) > 0
 order by min(started_at) desc;

@@ -1,6 +1,6 @@
--- Grain: device × run × step, of each run's newest training on the device. `run` is the training's
--- name in config.yaml.
-create or replace view current_training as
+-- Grain: device × run × step: a recorded line of a training run, from the newest process that
+-- trained it on the device. `run` is the training's name in config.yaml.
+create or replace view stg_training as
 with trainings as (
     select
         *,
@@ -8,7 +8,7 @@ with trainings as (
     from training
 )
 
-select * exclude (process) from trainings
+select * from trainings
 qualify
     process = arg_max(process, row(recorded_at, process)) over (partition by device, run)
     and row_number() over (partition by device, process, run, step order by origin) = 1;
