@@ -141,7 +141,9 @@ def test_implementations_are_timed_or_say_why_not(declared, monkeypatch, capsys)
     assert bench.main(["swiglu", *SIZES, "--both", *names]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "swiglu float32 rows=6, width=40 on cpu"
-    assert "over torch" in said[-5] and said[-1].startswith("over torch: its time over the row's")
+    assert "over torch" in said[-5] and said[-1].startswith(
+        "over torch: its time divided by the row's"
+    )
     name, provider, forward, backward, *rest = said[-4].split()
     assert (name, provider) == ("torch", "torch") and float(forward) > 0 and float(backward) > 0
     assert "GB/s" in rest and "1.00×" in rest
