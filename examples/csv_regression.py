@@ -1,4 +1,4 @@
-"""From a table to a plotted prediction: the sea's temperature over a year, from some of its months.
+"""Goes from a table to a plotted prediction: the sea's temperature over a year, from some months.
 
 python csv_regression.py [steps]
 """
@@ -37,7 +37,7 @@ context = Context(x[None, ::4], y[None, ::4])  # January, May and September
 months = torch.linspace(1, 12, 56)[None, :, None]
 prediction = run.model.predict(context, months)
 samples = run.model.sample_jointly(context, months[:, ::5], n_samples=3)
-print("mean", prediction.mean[0, ::11, 0].tolist(), "in truth", y[::2, 0].tolist())
+print("predicted", prediction.mean[0, ::11, 0].tolist(), "measured", y[::2, 0].tolist())
 plot_curve(context, months, prediction).save("sea_temperature.html")
 at = months[:, ::5]
 plot_curve(context, at, run.model.predict(context, at), samples).save("sea_samples.html")

@@ -1,4 +1,4 @@
-"""A training loop of one's own: sizes that vary, another optimizer, a schedule of PyTorch's.
+"""Shows a training loop of your own: varying sizes, another optimizer, a schedule of PyTorch.
 
 python custom_loop.py [steps]
 """
@@ -20,14 +20,14 @@ torch.manual_seed(0)
 
 config = TNPConfig(d_model=64, n_layers=3, n_heads=4, d_ff=128, n_components=3)
 model = TransformerNP(config).to(device)  # in bfloat16 on a GPU, in float32 on a CPU
-# A captured step needs an optimizer that can be captured; on a CPU any will do.
+# A captured step needs an optimizer that can be captured. On a CPU any optimizer works.
 optimizer = torch.optim.NAdam(model.parameters(), lr=1e-3, capturable=on_gpu)
-# Batches are padded to the sizes of a bucket, and on a GPU each bucket has a graph of its own.
+# Batches are padded to the sizes of a bucket. On a GPU each bucket has its own graph.
 step = TrainingStep(
     model, optimizer=optimizer, max_grad_norm=1.0, cuda_graph=on_gpu,
     buckets=Buckets(max_context=46, max_target=50) if on_gpu else None,
 )  # fmt: skip
-# A graph follows the learning rate, which lies on the device, and no other number of an optimizer.
+# A graph reads the learning rate from the device. Other numbers of an optimizer are fixed in it.
 schedule = torch.optim.lr_scheduler.OneCycleLR(
     optimizer, max_lr=1e-3, total_steps=steps, cycle_momentum=False
 )

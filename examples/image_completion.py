@@ -1,4 +1,4 @@
-"""Faces from some of their pixels, by a model that is saved and loaded again.
+"""Completes faces from some of their pixels, by a model that is saved and loaded again.
 
 python image_completion.py [steps]
 """
@@ -22,7 +22,7 @@ faces, unseen = ImageTasks(N_PIXELS), ImageTasks(N_PIXELS, held_out=True)
 
 
 def task(index: int):
-    """Another number of known pixels for every batch."""
+    """Returns a batch. Each batch has another number of known pixels."""
     (n_known,) = draw_sizes(0, index, (20, 200))
     return faces.sample(seed=0, step=index, batch=8, n_context=n_known, n_target=100)
 

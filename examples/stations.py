@@ -1,10 +1,10 @@
-"""Temperatures at stations that were never trained on, from the other stations of the day.
+"""Predicts temperatures at stations that were never trained on, from other stations of the day.
 
 python stations.py [steps]
 
-The table is drawn here, with missing values: 300 days of 40 stations. A function is a day: from a
-place to its temperature. Training holds whole stations out of each task's context, since that is
-the use: a place without any measurement. Ten stations and the last sixty days are never trained on.
+The table is drawn here, with missing values: 300 days of 40 stations. A function is a day: it maps
+a place to its temperature. The use is a place without measurements, so training holds whole
+stations out of each task's context. Ten stations and the last sixty days are never trained on.
 """
 
 import csv
@@ -25,11 +25,11 @@ chance = np.random.default_rng(0)
 
 
 def measured(n_days: int = 300, n_stations: int = 40) -> dict[str, np.ndarray]:
-    """Columns of a table, a row for each day and station; every twentieth temperature is NaN."""
+    """Returns columns of a table, a row for each day and station. 5 % of temperatures are NaN."""
     place = chance.uniform(0, 400, (n_stations, 2))  # km to the east and to the north
     height = chance.gamma(2.0, 250.0, n_stations)  # m
     kind = chance.choice(["rural", "urban"], n_stations)
-    # Weather: waves of some 800 km, another set of them every day.
+    # Weather: waves of about 800 km, which are drawn anew for each day.
     waves = chance.normal(0, 2 * np.pi / 800, (n_days, 6, 2))
     phase = chance.uniform(0, 2 * np.pi, (n_days, 6, 1))
     weather = 1.7 * np.cos(waves @ place.T + phase).sum(1)
@@ -49,7 +49,7 @@ def rows(table: dict[str, np.ndarray], which: np.ndarray) -> dict[str, np.ndarra
 
 
 table = measured()
-table = rows(table, ~np.isnan(table["kelvin"]))  # of pandas: table.dropna(subset=["kelvin"])
+table = rows(table, ~np.isnan(table["kelvin"]))  # in pandas: table.dropna(subset=["kelvin"])
 table["urban"] = table["kind"] == "urban"  # a category is a column of 0 and 1 for each value
 unseen = [f"S{i:02}" for i in range(10)]
 is_late = table["day"] >= np.datetime64("2025-01-01") + 240

@@ -1,4 +1,4 @@
-"""A map from some of its points: elevations in the Appalachians, beside interpolation.
+"""Draws a map from some of its points: elevations in the Appalachians, beside interpolation.
 
 python terrain.py [steps]
 
@@ -27,7 +27,7 @@ elevation = matplotlib.cbook.get_sample_data("jacksboro_fault_dem.npz")["elevati
 
 
 def windows(columns: range) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Each is a function from (row, column) in the window to metres above its mean."""
+    """Returns functions from (row, column) in a window to metres above its mean."""
     cells = np.stack(np.meshgrid(*[np.linspace(-1, 1, SIDE)] * 2, indexing="ij"), -1)
     found = []
     for top in range(0, elevation.shape[0] - SIDE + 1, SIDE // 2):

@@ -1,6 +1,7 @@
 """Tests what captures do beside capturing. Gate `cuda_graphs` captures, on a GPU."""
 
 import gc
+import logging
 import weakref
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from tests.model.test_buckets import replaying
 from tests.model.test_transformer_np import make_task
 from tests.replays import Replays
-from tnp.cuda_graphs import Captures
+from tnp.cuda_graphs import Captures, GraphCache
 
 
 class OutOfMemory(Captures):
@@ -63,3 +64,27 @@ def test_a_size_that_has_failed_is_not_captured_before_it_has_run(monkeypatch):
         assert not captures.captured
     step(task)
     assert captures.captured == 1
+
+
+def test_a_size_keeps_no_place_if_its_first_run_fails():
+    """Else sizes that fail fill the cache, and sizes that succeed run without a graph."""
+    graphs = GraphCache(Replays(), 1, logging.getLogger("test"), "%d sizes were met")
+    with pytest.raises(KeyboardInterrupt), graphs.eager(graphs.get("fails", list)):
+        raise KeyboardInterrupt
+    assert graphs.first is None
+
+    good = graphs.get("runs", list)
+    with graphs.eager(good):
+        pass
+    with pytest.raises(KeyboardInterrupt), graphs.eager(good):  # only the first run decides
+        raise KeyboardInterrupt
+    assert graphs.first is graphs.get("runs", list) is good and good.has_run
+    assert graphs.get("fails", list) is None
+
+
+def test_a_first_step_that_fails_does_not_fix_the_size_of_all_steps(monkeypatch):
+    step, _ = replaying(None)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(Replays, "run", lambda self, work: 1 / 0)
+        step(make_task(n_context=7))
+    step(make_task())

@@ -1,5 +1,6 @@
-"""The package as its users install it: a wheel, its core without the workflow's packages."""
+"""Tests the package as users install it: a wheel, its core without the workflow's packages."""
 
+import json
 import os
 import re
 import subprocess
@@ -29,6 +30,8 @@ import sys
 missing = sys.argv[1].split(",")
 sys.modules.update(dict.fromkeys(missing))  # None: as if it were not installed
 import tnp, torch
+import tnp.train.loop
+assert "torch._dynamo" not in sys.modules  # it takes a second, half of what the import took
 from tnp.model.config import TNPConfig
 from tnp.model.transformer_np import TransformerNP
 from tnp.train.step import TrainingStep
@@ -62,7 +65,7 @@ print(tnp.__file__)
 
 
 def run(folder: Path, path: Path, *missing: str) -> list[str]:
-    """Lines that the program prints in a folder, with the package from `path`."""
+    """Returns the lines that the program prints in a folder, with the package from `path`."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, ",".join(missing)],
         cwd=folder, capture_output=True, text=True,
@@ -93,16 +96,9 @@ def test_a_wheel_trains_keeps_and_predicts_with_nothing_but_the_core(tmp_path):
     assert file == str(site / "tnp/__init__.py")
     missing = "triton is not installed, in which it is written"
     assert [missing in line for line in said] == [True, True, False]
-    assert said[-1].endswith(f"which {extras.install('images')} brings")
+    assert said[-1].endswith(f": run {extras.install('images')}")
     assert not list(site.glob("tnp_lab*"))
     assert not list(site.glob("tnp/**/*.tmp")) and not (work / "tnp").exists()
-
-
-def test_importing_the_model_leaves_the_compiler_alone():
-    """Dynamo takes a second, half of what the import took with it."""
-    program = "import sys, tnp.train.loop; print('torch._dynamo' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "False\n", done.stderr
 
 
 def test_on_a_gpu_without_triton_ours_say_why_they_cannot_run(monkeypatch):
@@ -114,7 +110,7 @@ def test_on_a_gpu_without_triton_ours_say_why_they_cannot_run(monkeypatch):
 
 def test_what_needs_an_extra_names_it():
     with pytest.raises(
-        ImportError, match=r"plots need no_such, which pip install '\.\[plot\]' in a clone"
+        ImportError, match=r"plots need no_such: run pip install '\.\[plot\]' in a clone"
     ):
         extras.require("no_such", "plots", "plot")
 
@@ -135,33 +131,36 @@ def test_every_pin_lies_in_the_packages_ranges():
         assert wanted[name].contains(version), name
 
 
-COMMAND = """
-import runpy, sys
+COMMANDS = """
+import contextlib, io, json, runpy, sys
 sys.modules.update(dict.fromkeys(sys.argv[1].split(",")))
-sys.argv = sys.argv[2:]
-runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+for arguments in json.loads(sys.argv[2]):
+    sys.argv, status = arguments, 0
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        try:
+            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        except SystemExit as ended:
+            status = ended.code
+    print(json.dumps((status, out.getvalue(), error.getvalue(), "torch" in sys.modules)))
 """
 ROPE = ["--batch=1", "--n-heads=2", "--n-kv-heads=2", "--n-tokens=8", "--head-dim=64"]
 TUNE = ["--batch=2", "--n-context=20", "--n-target=10"]
 MEASURING = [["tnp.bench", "rope", *ROPE], ["tnp.tuning", *TUNE], ["tnp.tuning.fit_costs"]]
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess:
-    """Runs a command of the package with nothing but the core installed."""
-    call = [sys.executable, "-c", COMMAND, ",".join(BEYOND_THE_CORE), *arguments]
-    return subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
-
-
-@pytest.mark.parametrize("arguments", MEASURING, ids=lambda arguments: arguments[0])
-def test_a_command_that_measures_names_the_extra_in_one_sentence(arguments):
-    done = command(*arguments)
-    assert done.returncode == 1 and not done.stdout
-    (line,) = done.stderr.splitlines()
-    assert line.endswith(f"which {extras.install('workflow')} brings")
-    assert command(arguments[0], "--help").returncode == 0
-
-
-def test_what_runs_on_a_gpu_is_said_without_an_extra():
-    done = command("tnp.tuning.device", "--capability", "75")
+def test_commands_of_the_core_run_and_those_that_measure_name_the_extra():
+    """All run in one process, with nothing but the core installed."""
+    asked = [["tnp.tuning", "--help"], *([call[0], "--help"] for call in MEASURING)]
+    asked += [["tnp.tuning.device", "--capability", "75"], *MEASURING]
+    call = [sys.executable, "-c", COMMANDS, ",".join(BEYOND_THE_CORE), json.dumps(asked)]
+    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "attention" in done.stdout
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert not found[0][-1], "help waits for PyTorch"
+    assert [status or 0 for status, *_ in found[:5]] == [0] * 5
+    assert "attention" in found[4][1]
+    for status, printed, said, _ in found[5:]:
+        assert not printed
+        (line,) = (said or status).splitlines()
+        assert line.endswith(f": run {extras.install('workflow')}")

@@ -32,5 +32,5 @@ def test_an_image_shows_context_mean_and_deviation():
     context, mean, deviation = (panel["data"]["values"] for panel in chart["hconcat"])
     assert (len(context), len(mean), len(deviation)) == (7, 5, 5)
     assert deviation[2]["value"] == pytest.approx(prediction.variance[0, 2, 0].sqrt().item())
-    with pytest.raises(ValueError, match="this plot is of d_x 1; plot_image is of 2"):
+    with pytest.raises(ValueError, match="this plot is for d_x 1; plot_image is for 2"):
         plot_curve(task.context, task.x_target, prediction)

@@ -1,4 +1,4 @@
-"""README and other pages: their code runs, links, paths and commands lead somewhere."""
+"""Tests that code of README and other pages runs, and that links and commands lead somewhere."""
 
 import importlib.util
 import math

@@ -1,4 +1,4 @@
-"""The script that runs compute-sanitizer, without a GPU: what it says, and what it makes of one."""
+"""Tests, without a GPU, what the script that runs compute-sanitizer says and makes of a child."""
 
 import subprocess
 import sys

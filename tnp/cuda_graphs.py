@@ -34,8 +34,8 @@ def _nothing_collected() -> Iterator[None]:
 class Captures:
     """Runs work on a stream beside the current one of `device`, and captures it there.
 
-    The graphs share their memory. That is right where they follow one another on one stream, and
-    what one wrote is read before the next one is replayed.
+    The graphs share their memory. So they must follow one another on one stream, and the results of
+    a graph must be read before the next graph is replayed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,13 +49,10 @@ class Captures:
 
     @_nothing_collected()
     def capture(self, work: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
-        """Returns a function that replays `work`, and the result that each replay writes anew.
-
-        `work` must not wait for the device.
-        """
+        """Returns a function that replays `work`, and its result. `work` must not wait."""
         captured = None
-        # Spare memory is not given back in a capture. Outside of `except`, because an error keeps
-        # all that the failed work has made.
+        # Spare memory is not given back in a capture. The second try is outside of `except`,
+        # because an error keeps alive all tensors of the failed work.
         with suppress(torch.cuda.OutOfMemoryError):
             captured = self._captured(work)
         if captured is None:
@@ -81,7 +78,7 @@ class Captures:
             try:
                 result = work()
             except BaseException:
-                with suppress(RuntimeError):  # of a capture that the error has made void
+                with suppress(RuntimeError):  # the error has voided the capture
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -90,7 +87,7 @@ class Captures:
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """Runs the block on the stream: it waits for the current one, which then waits for it."""
+        """Runs the block on the stream, between the current stream's earlier and later work."""
         with torch.cuda.device(self._device):  # streams are the current device's
             stream, current = _stream(self._device), torch.cuda.current_stream()
             stream.wait_stream(current)
@@ -103,25 +100,23 @@ class Captures:
 
 @dataclass
 class Graph(Generic[Inputs]):
-    """Holds work on inputs of one size: it runs eagerly at first, and is then captured and
-    replayed.
-    """
+    """Holds work on inputs of one size: it first runs eagerly, then is captured and replayed."""
 
     inputs: Inputs  # static: the graph reads them
     has_run: bool = False
     replay: Callable[[], None] | None = None
     result: torch.Tensor | None = None  # static: the graph writes it
-    kept: Any = None  # stays in memory as long as the graph, which knows addresses alone
+    kept: Any = None  # stays in memory as long as the graph, which holds only addresses
 
 
 class GraphCache(Generic[Inputs]):
     """Keeps a `Graph` for each size of inputs.
 
     Args:
-        captures: of the device where all of them run.
-        most: graphs kept. Their memory is shared, but each node of one takes some hundred bytes.
-        log: gets one warning, with `most`, when a further size is met.
-        warning: its text.
+        captures: makes all graphs, on one device.
+        most: how many graphs are kept. They share memory, but each node takes some hundred bytes.
+        log: gets one warning when there are more sizes than that.
+        warning: the text of the warning, with %d in place of `most`.
     """
 
     def __init__(self, captures: Captures, most: int, log: logging.Logger, warning: str) -> None:
@@ -132,11 +127,11 @@ class GraphCache(Generic[Inputs]):
 
     @property
     def first(self) -> Graph[Inputs] | None:
-        """Returns the graph of the size that was met first, or None."""
+        """Returns the graph of the first size, or None."""
         return next(iter(self._by_size.values()), None)
 
     def get(self, size: Hashable, make_inputs: Callable[[], Inputs]) -> Graph[Inputs] | None:
-        """Returns the graph of `size`, or None where it is one size too many."""
+        """Returns the graph of `size`, or None if all places are taken."""
         found = self._by_size.get(size)
         if found is not None:
             return found
@@ -147,6 +142,18 @@ class GraphCache(Generic[Inputs]):
             return None
         found = self._by_size[size] = Graph(make_inputs())
         return found
+
+    @contextmanager
+    def eager(self, graph: Graph[Inputs]) -> Iterator[None]:
+        """Marks `graph` as run after the block. A size whose first run fails loses its place."""
+        try:
+            yield
+        except BaseException:
+            if not graph.has_run:
+                (size,) = (size for size, kept in self._by_size.items() if kept is graph)
+                del self._by_size[size]
+            raise
+        graph.has_run = True
 
     def capture(self, graph: Graph[Inputs], work: Callable[[], torch.Tensor]) -> None:
         """Captures `work`, which reads `graph.inputs`."""
@@ -159,5 +166,5 @@ class GraphCache(Generic[Inputs]):
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns the one stream of a device: cuBLAS keeps memory for each stream that it has met."""
+    """Returns a device's only stream for captures: cuBLAS keeps memory for each stream."""
     return torch.cuda.Stream(device)

@@ -1,4 +1,4 @@
-"""Predictions drawn in Altair: a curve and its band where d_x is 1, pictures where it is 2."""
+"""Plots predictions in Altair: a curve with its band for d_x = 1, pictures for d_x = 2."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tnp.util.extras import require
 if TYPE_CHECKING:
     import altair as alt
 
-LEVELS = 0.025, 0.975  # of the band
+LEVELS = 0.025, 0.975  # quantiles of the band
 LINE, BAND, KNOWN = "#0072b2", "#56b4e9", "#d55e00"  # blues and vermilion of Okabe and Ito
 WIDTH, HEIGHT = 560, 320  # px
-SIDE = 220  # px, of a picture
-UNKNOWN = "#f6e7cf"  # between known points, which are grey
+SIDE = 220  # px of a picture
+UNKNOWN = "#f6e7cf"  # the colour between known points, which are grey
 
 
 def plot_curve(
@@ -28,19 +28,20 @@ def plot_curve(
     sample: int = 0,
     output: int = 0,
 ) -> alt.LayerChart:
-    """Plots mean, 95 % band and context points over x; chart.save("curve.html") keeps it.
+    """Returns a chart of mean, 95 % band and context points over x. chart.save("curve.html") saves
+    it.
 
     Args:
-        context: what was predicted from, d_x = 1.
+        context: the context of the prediction, with d_x = 1.
         x_target: [B, N, 1], in any order.
-        prediction: at x_target.
-        samples: [S, B, N, d_y], as `TransformerNP.sample_jointly` gives them: a thin line each.
-        sample: which of the batch.
-        output: which of the d_y values.
+        prediction: the prediction at x_target.
+        samples: [S, B, N, d_y], from `TransformerNP.sample_jointly`. Each is a thin line.
+        sample: which sample of the batch to plot.
+        output: which of the d_y values to plot.
 
     Raises:
         ImportError: altair is not installed.
-        ValueError: x has other dimensions than one.
+        ValueError: d_x is not 1.
     """
     alt = require("altair", "plots", "plot")
     _require_dimensions(x_target, 1, "plot_image")
@@ -72,9 +73,9 @@ def plot_image(
     sample: int = 0,
     output: int = 0,
 ) -> alt.HConcatChart:
-    """Plots context, mean and deviation over the plane; d_x = 2, (row, column).
+    """Returns a chart of context, mean and deviation over the plane. x is (row, column), d_x = 2.
 
-    Args and errors are those of `plot_curve`.
+    Arguments and errors are those of `plot_curve`, with d_x = 2.
     """
     alt = require("altair", "plots", "plot")
     _require_dimensions(x_target, 2, "plot_curve")
@@ -85,7 +86,7 @@ def plot_image(
     values = torch.cat([known[1], mean])
     grey = alt.Scale(
         scheme="greys", domain=[values.min().item(), values.max().item()], reverse=True
-    )  # large is light
+    )  # large values are light
     size = SIDE**2 / len(at)  # as if the targets filled the plane
     panels = [
         _picture(title, *points, scale, size)
@@ -119,7 +120,7 @@ def _picture(
 def _require_dimensions(x: torch.Tensor, d_x: int, other: str) -> None:
     if x.shape[-1] != d_x:
         raise ValueError(
-            f"x_target is {tuple(x.shape)}: this plot is of d_x {d_x}; {other} is of {3 - d_x}"
+            f"x_target is {tuple(x.shape)}: this plot is for d_x {d_x}; {other} is for {3 - d_x}"
         )
 
 

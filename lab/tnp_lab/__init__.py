@@ -1,1 +1,1 @@
-"""Kernels in CUDA C++ to learn from, behind operators of `tnp`. See README.md of this folder."""
+"""Holds kernels in CUDA C++ to learn from, behind operators of `tnp`. See README.md."""

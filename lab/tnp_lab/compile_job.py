@@ -1,4 +1,4 @@
-"""Compiles a kernel in CUDA C++ for `tnp.gates.compile`, and reads what ptxas says."""
+"""Compiles a kernel in CUDA C++ for `tnp.gates.compile`, and reads ptxas's log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tnp_lab import nvrtc
 
 @dataclass
 class CudaJob:
-    """One kernel to compile, and the implementations that launch it, as (operator, name)."""
+    """Holds one kernel to compile, and the implementations that launch it, as (operator, name)."""
 
     source: nvrtc.Source
     architecture: str
@@ -44,7 +44,7 @@ class CudaJob:
         }
 
     def compiled(self) -> dict:
-        """Compiles it, and returns the other columns."""
+        """Compiles the kernel and returns the other columns."""
         found = nvrtc.build(self.source, self.architecture)
         warnings = [line for line in found.log.splitlines() if "warning" in line.lower()]
         return {

@@ -1,4 +1,4 @@
-"""Launches CUDA C++ that walks rows, for softmax and sums."""
+"""Launches CUDA C++ over rows, for softmax and sums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACK_BYTES = 16  # of one load or store
 def vector(dtype: str, width: int, aligned: bool) -> int:
     """Returns how many numbers are read at once: 16 bytes if every row starts at them, else one.
 
-    `aligned` says whether the rows that are read do. Rows of the result follow one another.
+    `aligned` says whether the input's rows do. Rows of the result follow one another.
     """
     itemsize = ITEMSIZE[dtype]
     return PACK_BYTES // itemsize if aligned and width * itemsize % PACK_BYTES == 0 else 1

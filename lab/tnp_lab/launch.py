@@ -17,7 +17,7 @@ Launch = Callable[[tuple[int, ...], int, list], None]  # grid, threads of a bloc
 
 
 class Bound(launcher.OtherLaunch):
-    """A kernel with all but its tensors and floating-point numbers decided.
+    """Holds a kernel with all arguments but its tensors and floating-point numbers.
 
     The kernel's arguments are, in this order: tensors, integers (long long), floating-point numbers
     (float). A call passes the tensors and the floating-point numbers. Tensors on the meta device
@@ -54,7 +54,7 @@ class Bound(launcher.OtherLaunch):
 
     @property
     def key(self) -> tuple[Source, str]:
-        """Decides the machine code."""
+        """Identifies the machine code."""
         return self.source, self.architecture
 
     def compile(self) -> None:
@@ -62,7 +62,7 @@ class Bound(launcher.OtherLaunch):
         cached(*self.key)
 
     def job(self, dtype: str) -> CudaJob:
-        """Returns what the compile gate compiles for tensors of `dtype`."""
+        """Returns the job of the compile gate for tensors of `dtype`."""
         return CudaJob(*self.key, self.threads, dtype)
 
     def __call__(self, *arguments: Tensor | float) -> None:

@@ -3,8 +3,8 @@
 A kernel is named "module:NAME", as Triton's are: "tnp_lab.softmax.one_pass:softmax_one_pass" is
 that `extern "C"` function of tnp_lab/softmax/one_pass.cu. The compiler's command line defines its
 constants: types, sizes of tiles, arguments of templates. NVRTC, NVIDIA's compiler as a library,
-compiles through cuda-core; nvcc replaces it where it is missing. The user's cache keeps machine
-code by a hash of its sources, constants, target and compiler.
+compiles through cuda-core. nvcc replaces it if it is missing. The user's cache keeps machine code
+by a hash of its sources, constants, target and compiler.
 
 Planning imports no package of NVIDIA's: only a call asks `missing`.
 """
@@ -31,7 +31,7 @@ from tnp.util.atomic_files import replacing, user_cache
 from tnp.util.extras import install
 from tnp_lab.sources import INCLUDE
 
-ROOT = Path(__file__).resolve().parents[1]  # sources name our headers from here
+ROOT = Path(__file__).resolve().parents[1]  # paths of our headers are relative to it
 # Compute capability → architecture, with the instructions that only this GPU has.
 ARCHITECTURES = {
     75: "sm_75", 80: "sm_80", 86: "sm_86", 89: "sm_89", 90: "sm_90a", 100: "sm_100a",
@@ -49,21 +49,18 @@ Constants = tuple[tuple[str, str | int], ...]
 
 
 class CompilationError(RuntimeError):
-    """A source does not compile; the message is the compiler's."""
+    """Says that a source does not compile, in the compiler's words."""
 
 
 # ------------------------------------------------------------------------------------- what is here
 
 
 def missing_for_cute() -> Reason:
-    """Says what is not installed that compiles and launches CuTe, or returns None."""
+    """Returns which package for compiling and launching CuTe is missing, or None."""
     if cutlass() is None:
-        return (
-            "the headers of CUTLASS are not installed, which CuTe is part of: "
-            f"{install('cute', 'lab')} brings them"
-        )
+        return f"CUTLASS's headers, with CuTe, are not installed: run {install('cute', 'lab')}"
     if not shutil.which("nvcc"):
-        return "nvcc is not here, which compiles what needs CUTLASS"
+        return "nvcc, which compiles sources with CUTLASS, is not here"
     return missing()
 
 
@@ -81,16 +78,16 @@ def cutlass() -> str | None:
 
 @cache
 def missing() -> Reason:
-    """Says what is not installed that compiles and launches CUDA C++, or returns None."""
+    """Returns which package for compiling and launching CUDA C++ is missing, or None."""
     if not (_is_installed("cuda.core") and _is_installed("cuda.bindings")):
         return (
-            "cuda-core is not installed, which compiles and launches CUDA C++: "
-            f"{install('cuda', 'lab')} brings it"
+            "cuda-core, which compiles and launches CUDA C++, is not installed: "
+            f"run {install('cuda', 'lab')}"
         )
     if not _nvrtc_is_here() and not shutil.which("nvcc"):
         return (
-            "it is compiled on first use, and neither NVRTC (pip install nvidia-cuda-nvrtc) nor "
-            "nvcc is here"
+            "neither NVRTC (pip install nvidia-cuda-nvrtc) nor nvcc, which compile it on first "
+            "use, is here"
         )
     return None
 
@@ -127,10 +124,10 @@ def _headers() -> Path | None:
 
 @dataclass(frozen=True)
 class Source:
-    """A kernel to compile, its constants by name, and CUTLASS's folder if it includes CUTLASS.
+    """Holds a kernel to compile, its constants by name, and CUTLASS's folder if needed.
 
-    nvcc compiles what includes CUTLASS. NVRTC takes as long, and makes code of every function of
-    the headers (measured at 4.2.0).
+    nvcc compiles sources that include CUTLASS. NVRTC takes as long, and makes code of every
+    function of the headers (measured at 4.2.0).
     """
 
     kernel: str
@@ -161,7 +158,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Machine code, the compiler's log (registers, spills), and the seconds it took."""
+    """Holds machine code, the compiler's log (registers, spills), and the seconds it took."""
 
     cubin: bytes
     log: str
@@ -169,7 +166,7 @@ class Compiled:
 
 
 def build(source: Source, architecture: str) -> Compiled:
-    """Compiles, whether the result is in the cache or not.
+    """Compiles a source, even if the result is in the cache.
 
     Args:
         source: the kernel and its constants.
@@ -200,7 +197,7 @@ def _by_nvrtc(source: Source, architecture: str) -> tuple[bytes, str]:
         define_macro=[(name, str(value)) for name, value in source.constants],
         include_path=[str(ROOT), str(_headers())],
         ptxas_options="-v",
-        no_cache=True,  # of NVRTC: what comes from there says nothing of registers
+        no_cache=True,  # results from NVRTC's cache have no log of registers
     )
     log = io.StringIO()
     try:
@@ -225,7 +222,7 @@ def _by_nvcc(source: Source, architecture: str) -> tuple[bytes, str]:
 
 
 def identity(source: Source, architecture: str) -> list[object]:
-    """Returns all that decides what compiling gives: texts, constants, target and compiler."""
+    """Returns everything that decides the result: texts, constants, target and compiler."""
     said = [source.name, source.constants, architecture, _compiler(bool(source.cutlass))]
     said += source.texts()
     if source.cutlass:
@@ -234,7 +231,7 @@ def identity(source: Source, architecture: str) -> list[object]:
 
 
 def cached(source: Source, architecture: str) -> bytes:
-    """Returns machine code from the user's cache. What is not there is compiled first."""
+    """Returns machine code from the user's cache, and compiles it first if it is not there."""
     said = json.dumps(identity(source, architecture))
     path = user_cache() / "cuda" / hashlib.sha256(said.encode()).hexdigest()[:32]
     path = path.with_suffix(".cubin")
@@ -247,7 +244,7 @@ def cached(source: Source, architecture: str) -> bytes:
 
 @cache
 def _compiler(of_cutlass: bool) -> str:
-    """Returns the compiler's version. NVRTC uses Triton's headers, so Triton's is added."""
+    """Returns the compiler's version. NVRTC uses Triton's headers, so it includes Triton's."""
     if _nvrtc_is_here() and not of_cutlass:
         from cuda.bindings import nvrtc
 

@@ -15,7 +15,7 @@ KERNEL = re.compile(r"__global__[^;{]*?\b(\w+)\(\s*(?:const\b|TYPE\b)")
 
 
 class CudaSource:
-    """A file of CUDA C++ or one of our headers. Its hash covers the whole file but comments.
+    """Reads a file of CUDA C++, or one of our headers. Its hash leaves out comments only.
 
     Args:
         file: ends in one of `suffixes`.
@@ -27,7 +27,7 @@ class CudaSource:
     def __init__(self, file: Path) -> None:
         text = COMMENT.sub("", file.read_text())
         self.bound = frozenset(KERNEL.findall(text))
-        # Recorded rows hold hashes from when headers lay there: a move changes no hash.
+        # Headers lay in tnp/ops when rows were recorded: the hash keeps that path.
         said = INCLUDE.sub(lambda found: f'#include "tnp/ops/{Path(found[1]).name}"', text)
         self._hash = digest([line.strip() for line in said.splitlines() if line.strip()])
         included = [Path(name).with_suffix("") for name in INCLUDE.findall(text)]

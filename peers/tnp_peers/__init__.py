@@ -1,6 +1,6 @@
-"""Other packages' kernels as implementations of tnp's operators, to time ours against.
+"""Offers other packages' kernels as implementations of tnp's operators, to compare ours with.
 
-Each is registered by an entry point in pyproject.toml; an extra of its name pins its package, which
-is imported when it is called. All keep to the contract: they leave their inputs as they are. Where
-a package writes into what it is given, it is given a copy, whose time is part of using it.
+An entry point in pyproject.toml registers each. An extra of the same name pins its package, which
+is imported on the first call. All leave their inputs unchanged: a package that writes into its
+inputs gets copies, whose time counts.
 """

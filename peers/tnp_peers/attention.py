@@ -1,9 +1,10 @@
-"""Attention of FlashAttention 3 and 4, of 3 in 8 bits too. PyTorch's flex_attention is in `flex`.
+"""Runs attention of FlashAttention 3 and 4, and of 3 in 8 bits. PyTorch's flex is in `flex`.
 
-All take q [B, H, n_q, D], k and v [B, H_kv, n_k, D] with any strides whose last dimension is
-contiguous, and return [B, H, n_q, D] in q's dtype. FlashAttention's layout is [B, L, H, D], of
-which these are views, and packed sequences lie in rows [L, H, D]. Both align causal attention and
-windows as we do, the last query beside the last key, and give 0 where a query sees no key.
+All take q [B, H, n_q, D], k and v [B, H_kv, n_k, D], and return [B, H, n_q, D] in q's dtype.
+Strides are arbitrary, but the last dimension must be contiguous. FlashAttention's layout is [B, L,
+H, D], of which these are views. Packed sequences lie in rows [L, H, D]. Both packages align causal
+attention and windows as we do: the last query stands beside the last key. They return 0 if a query
+sees no key.
 """
 
 from collections.abc import Callable
@@ -23,14 +24,14 @@ from tnp_peers.support import both, sizes
 OPTIONS = ("base2", "causal", "n_kv_heads", "n_sequences", "window", *PACKED)
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max  # 448
-LEAST = 1e-30  # that the largest element of a head counts as, so that zeros have a scale
+LEAST = 1e-30  # lower bound of a head's largest element, so that zeros have a scale
 
 
 def _flash(
     dense: Callable, varlen: Callable, q: Tensor, k: Tensor, v: Tensor,
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, **asked,
 ) -> Tensor:  # fmt: skip
-    """By a package's function for batches, or by its function for packed sequences."""
+    """Calls a package's function for batches, or its function for packed sequences."""
     if cu_seqlens_q is None:
         return heads_first(dense(*map(tokens_first, (q, k, v)), **asked))
     o = varlen(
@@ -49,7 +50,7 @@ def fa3(
     q: Tensor, k: Tensor, v: Tensor, n_keys: None, cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None, scale: float, base2: bool = False, causal: bool = False,
 ) -> Tensor:  # fmt: skip
-    """FlashAttention-3 of package fa3-fwd, whose wheel holds sm_80 and sm_90a."""
+    """Runs FlashAttention-3 of package fa3-fwd, whose wheel holds sm_80 and sm_90a."""
     from fa3_fwd_interface import flash_attn_func, flash_attn_varlen_func
 
     return _flash(
@@ -59,14 +60,15 @@ def fa3(
 
 
 def _fa3_supported(call: Call) -> Reason:
-    """What the wheel was built without: its fa3_fwd_config.py says DISABLE_LOCAL, DISABLE_FP16 and
-    DISABLE_BACKWARD.
+    """Refuses windows: the wheel is built with DISABLE_LOCAL, as fa3_fwd_config.py says.
+
+    It is also built with DISABLE_FP16 and DISABLE_BACKWARD.
     """
     return "fa3-fwd is built without windows" if call.problem["window"] else None
 
 
 def _in_8_bits(*tensors: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Of each [B, L, H, D]: it in e4m3, and what that is multiplied by, float32 [B, H]."""
+    """Returns each [B, L, H, D] in e4m3, with its factor, float32 [B, H]."""
     quantized = []
     for x in tensors:
         descale = x.abs().amax((1, 3)).float().clamp(min=LEAST) / LARGEST
@@ -76,7 +78,7 @@ def _in_8_bits(*tensors: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 @cache
 def _compiled_in_8_bits():
-    # Uncompiled each step of it is a launch and a copy in float32.
+    # Uncompiled, each step would be a launch and a copy in float32.
     return torch.compile(_in_8_bits, fullgraph=True, dynamic=False)
 
 
@@ -84,10 +86,10 @@ def fa3_e4m3(
     q: Tensor, k: Tensor, v: Tensor, n_keys: None, cu_seqlens_q: None, cu_seqlens_k: None,
     scale: float, base2: bool = False,
 ) -> Tensor:  # fmt: skip
-    """FlashAttention-3 in e4m3, with what makes e4m3 of q, k and v.
+    """Runs FlashAttention-3 in e4m3, and converts q, k and v to e4m3.
 
     The package takes one scale for each head of a sample. Its authors' paper has scales of blocks
-    and turns q and k first; neither is in the package.
+    and turns q and k first; the package has neither.
     """
     from fa3_fwd_interface import flash_attn_func
 
@@ -108,10 +110,10 @@ def fa4(
     cu_seqlens_k: Tensor | None, scale: float, base2: bool = False, causal: bool = False,
     window: int = 0, *, deterministic: bool = False,
 ) -> Tensor:  # fmt: skip
-    """FlashAttention-4 of package flash-attn-4, in CuTe.
+    """Runs FlashAttention-4 of package flash-attn-4, in CuTe.
 
-    Its backward pass adds up dq, and dk and dv of grouped heads, in any order; where
-    `deterministic` in one order, for which tiles wait for one another.
+    Its backward pass adds up dq, and dk and dv of grouped heads, in any order. With `deterministic`
+    it adds in one order, and tiles wait for one another.
     """
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
@@ -128,12 +130,12 @@ def fa4(
 
 
 def fa4_deterministic(*arguments: Any, **options: Any) -> Tensor:
-    """The same, its gradients equal from run to run."""
+    """Runs `fa4` with gradients that are equal from run to run."""
     return fa4(*arguments, deterministic=True, **options)
 
 
 def _fa4_supported(call: Call) -> Reason:
-    """Of head_dims past 128 Blackwell has kernels of their own, which do not take every kind."""
+    """Refuses head_dims above 128 on Blackwell: their own kernels do not take every mask."""
     head_dim = call.problem["head_dim"]
     if call.target.capability >= 100 and head_dim > 128:
         return f"on Blackwell it takes head_dim up to 128, not {head_dim}"
@@ -171,7 +173,7 @@ FA4 = Implementation(
     traceable=False,
     nondeterministic=("dq", "dk", "dv"),
 )
-# What `separate` of ours is compared with: gradients that are equal from run to run.
+# The peer of our `separate`: its gradients are equal from run to run.
 FA4_DETERMINISTIC = Implementation(
     "fa4_deterministic",
     run=fa4_deterministic,

@@ -1,4 +1,4 @@
-"""Cut Cross-Entropy of package cut-cross-entropy (Wijmans et al., arXiv 2411.09009), in Triton."""
+"""Runs Cut Cross-Entropy of package cut-cross-entropy (Wijmans et al., arXiv 2411.09009)."""
 
 from torch import Tensor
 
@@ -6,9 +6,10 @@ from tnp.dispatch.spec import Implementation, on_cuda
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """As its authors time it: gradients of classes that are all but impossible are left out.
+    """Returns the mean loss, as its authors time it.
 
-    That is its default filter, a 32nd of the dtype's precision.
+    By default the package leaves out gradients of classes whose probability is below a 32nd of the
+    dtype's precision.
     """
     from cut_cross_entropy import linear_cross_entropy
 

@@ -1,7 +1,7 @@
-"""Decode attention of FlashAttention-3 and FlashInfer.
+"""Runs decode attention of FlashAttention-3 and FlashInfer.
 
-Both take tokens first: q [B, T, H, D], caches [B, S, H_kv, D], or [n_pages, page, H_kv, D], of
-which ours are views.
+Both take tokens first: q [B, T, H, D], and caches [B, S, H_kv, D] or [n_pages, page, H_kv, D]. Our
+tensors are views of these.
 """
 
 from collections import OrderedDict
@@ -14,7 +14,7 @@ from torch import Tensor
 from tnp.dispatch.spec import Implementation, on_cuda
 from tnp_peers.support import both, sizes
 
-HEAD_DIMS = (64, 128)  # those that ours are compared at
+HEAD_DIMS = (64, 128)  # the sizes of our comparison
 WORKSPACE_BYTES = 128 * 1024 * 1024  # as FlashInfer's documentation recommends
 MOST_PLANNED = 64  # compositions, 8 MB of the device each
 
@@ -23,9 +23,9 @@ def fa3(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, page_table: None,
     k_descale: None, v_descale: None, scale: float, cache: bool = False,
 ) -> Tensor:  # fmt: skip
-    """FlashAttention-3 of package fa3-fwd; it decides on the host how keys are split.
+    """Runs FlashAttention-3 of package fa3-fwd, which decides on the host how keys are split.
 
-    Of contiguous caches alone: fa3-fwd 0.0.3 is built without pages and says so when called.
+    Caches must be contiguous: fa3-fwd 0.0.3 is built without pages, and says so when called.
     """
     from fa3_fwd_interface import flash_attn_with_kvcache
 
@@ -38,12 +38,12 @@ def flashinfer(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, page_table: Tensor,
     k_descale: None, v_descale: None, scale: float, cache: bool = False,
 ) -> Tensor:  # fmt: skip
-    """FlashInfer's paged decode, planned on the host once for each composition of a batch.
+    """Runs FlashInfer's paged decode. The host plans once for each composition of a batch.
 
-    A composition is known by its tensors `lengths` and `page_table` as they stand, so that a later
-    call with them runs what a captured step would run, and no plan. What a plan costs is not in
-    the time of such a call: it is measured apart, by `plan`. Tensors of inference mode do not tell
-    whether they were changed: with them every call plans.
+    Tensors `lengths` and `page_table` identify a composition, with their current values. So a later
+    call with them runs without a plan, as a captured step does. `plan` measures the time of a plan
+    separately. Tensors of inference mode do not tell whether they were changed, so every call with
+    them plans.
     """
     wrapper = _planned(q, k, v, lengths, page_table, scale)
     o = wrapper.run(q[:, :, 0].contiguous(), (k.transpose(1, 2), v.transpose(1, 2)))
@@ -56,7 +56,10 @@ _plans: OrderedDict[tuple, tuple[Any, Tensor, Tensor]] = OrderedDict()
 def _planned(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, page_table: Tensor, scale: float
 ) -> Any:
-    """The wrapper of a composition; its tensors are kept, so that no other has their identity."""
+    """Returns the wrapper of a composition.
+
+    It keeps the tensors, so that no other tensor has their identity.
+    """
     of = q, k, v, lengths, page_table, None, None, scale
     if lengths.is_inference() or page_table.is_inference():
         return plan(*of)
@@ -71,7 +74,7 @@ def _planned(
 
 @cache
 def _workspace(device: torch.device) -> Tensor:
-    """That all wrappers of a device share: they run one after the other."""
+    """Returns the workspace that all wrappers of a device share: they run one after another."""
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
@@ -79,7 +82,7 @@ def plan(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, page_table: Tensor,
     k_descale: None, v_descale: None, scale: float, cache: bool = False,
 ) -> Any:  # fmt: skip
-    """The wrapper that `flashinfer` makes of a composition which it has not met yet."""
+    """Returns a new wrapper of `flashinfer` for a composition."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
     (_, kv_heads, page, head_dim), heads = k.shape, q.shape[1]
@@ -109,7 +112,7 @@ FA3 = Implementation(
 
 
 def _paged(call):
-    return None if call.problem["page_table"] else "it takes a cache in pages alone"
+    return None if call.problem["page_table"] else "it takes only a cache in pages"
 
 
 FLASHINFER = Implementation(
@@ -119,7 +122,7 @@ FLASHINFER = Implementation(
     dtypes=("bfloat16", "float16"),
     gradients=(),
     options=("page_table",),
-    selectable=False,  # its plan waits for the device where a batch's composition is new
+    selectable=False,  # its plan waits for the device if a batch's composition is new
     traceable=False,
     plan=plan,
 )

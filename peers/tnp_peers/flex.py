@@ -1,6 +1,4 @@
-"""Attention of PyTorch's flex_attention: a mask is a function of indices and a map of the blocks
-that it leaves.
-"""
+"""Runs PyTorch's flex_attention: a mask is a function of indices and a map of blocks."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -40,10 +38,10 @@ def flex(
     cu_seqlens_k: Tensor | None, scale: float, base2: bool = False, causal: bool = False,
     window: int = 0,
 ) -> Tensor:  # fmt: skip
-    """PyTorch's flex_attention, compiled.
+    """Runs PyTorch's flex_attention, compiled.
 
-    The map of blocks is made once for a problem and the lengths of its samples or sequences: a
-    model makes it once a step for all its layers. Making it is not in the time of a call.
+    The map of blocks is made once for a problem and its lengths. A model makes it once a step for
+    all its layers. Its time does not count.
     """
     lengths = n_keys, cu_seqlens_q, cu_seqlens_k
     return _compiled_flex_attention()(
@@ -56,9 +54,9 @@ _masks: OrderedDict[tuple, Any] = OrderedDict()
 
 
 def _block_mask(q: Tensor, k: Tensor, lengths: tuple, causal: bool, window: int) -> Any:
-    """Returns the map of blocks for these lengths, or None where every query sees every key.
+    """Returns the map of blocks for these lengths, or None if every query sees every key.
 
-    A mask has tensors of lengths of its own. It serves every tensor with the same numbers.
+    A mask has its own tensors of lengths. It serves all tensors with equal numbers.
     """
     if all(x is None for x in lengths) and not causal and not window:
         return None
@@ -67,7 +65,7 @@ def _block_mask(q: Tensor, k: Tensor, lengths: tuple, causal: bool, window: int)
     numbers = [None if x is None else tuple(on_host(x)) for x in lengths]
     key = batch, n_q, n_k, q.device, causal, window, *numbers
     if key not in _masks:
-        with torch.inference_mode(False):  # a call that is differentiated may take it later
+        with torch.inference_mode(False):  # a later call may need gradients
             own = [None if x is None else x.clone() for x in lengths]
             seen = _seen(n_q, n_k, *own, causal, window)
             of_batch = None if lengths[0] is None else batch
@@ -81,8 +79,9 @@ def _seen(
     n_q: int, n_k: int, n_keys: Tensor | None, cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None, causal: bool, window: int,
 ) -> Callable:  # fmt: skip
-    """Whether query i of sample b sees key j, as `tnp.ops.attention.torch_forms.visible` says it
-    for all at once.
+    """Returns a function that says whether query i of sample b sees key j.
+
+    `tnp.ops.attention.torch_forms.visible` does so for all at once.
     """
     from torch.nn.attention.flex_attention import and_masks
 
@@ -97,7 +96,7 @@ def _seen(
     elif n_keys is not None:
         masks.append(lambda b, h, i, j: j < n_keys[b])
 
-    def beside(b, i, j):  # how much later a key is than the one that a query stands beside
+    def beside(b, i, j):  # distance of key j from the key beside query i
         if cu_seqlens_q is not None:
             return j - i - ends[i]
         return j - i - ((n_k if n_keys is None else n_keys[b]) - n_q)

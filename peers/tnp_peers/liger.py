@@ -1,7 +1,7 @@
-"""Operators of package liger-kernel, in Triton.
+"""Runs operators of package liger-kernel, in Triton.
 
-Several of its kernels write over what they are given to save memory: gradients over logits, over
-the inputs of SwiGLU, over q and k of the rotary embedding and over gradients. These get copies.
+To save memory, several of its kernels write over their inputs: logits, the inputs of SwiGLU, q and
+k of the rotary embedding, and gradients. These kernels get copies.
 """
 
 import torch
@@ -14,14 +14,14 @@ MAX_WIDTH = 65536  # of a row that one program holds (its ops/utils.py)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """LigerRMSNormFunction in its default mode, "llama"; the gradient is left as it is."""
+    """Runs LigerRMSNormFunction in its default mode, "llama". The gradient is not overwritten."""
     from liger_kernel.transformers.functional import liger_rms_norm
 
     return liger_rms_norm(x, weight, eps, in_place=False)
 
 
 def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """LigerFusedAddRMSNormFunction, which returns the sum second."""
+    """Runs LigerFusedAddRMSNormFunction, which returns the sum second."""
     from liger_kernel.transformers.functional import liger_fused_add_rms_norm
 
     normalized, total = liger_fused_add_rms_norm(update, x, weight, eps, in_place=False)
@@ -29,14 +29,14 @@ def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """LigerLayerNormFunction."""
+    """Runs LigerLayerNormFunction."""
     from liger_kernel.transformers.functional import liger_layer_norm
 
     return liger_layer_norm(x, weight, bias, eps)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """LigerSiLUMulFunction, whose backward writes both gradients over gate and up: of copies."""
+    """Runs LigerSiLUMulFunction on copies: its backward writes gradients over gate and up."""
     from liger_kernel.transformers.functional import liger_swiglu
 
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
@@ -49,16 +49,16 @@ def _copy(x: Tensor) -> Tensor:
 
 
 def _copy_by_tokens(x: Tensor) -> Tensor:
-    """A copy of [B, H, L, D] that lies as [B, L, H, D], which Liger copies no further."""
+    """Returns a copy of [B, H, L, D] stored as [B, L, H, D], which Liger copies no further."""
     return _copy(x.transpose(1, 2)).transpose(1, 2)
 
 
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: None = None
 ) -> tuple[Tensor, Tensor]:
-    """LigerRopeFunction, Hugging Face's pairing: it turns q, k and gradients where they lie.
+    """Runs LigerRopeFunction with Hugging Face's pairing, on copies: it turns its inputs in place.
 
-    Ours, copied once, are what it turns. Tables are of half the width, which rotary_dim says.
+    It also turns gradients in place. Tables have half the width, which rotary_dim says.
     """
     from liger_kernel.transformers.functional import liger_rope
 
@@ -73,10 +73,10 @@ def rope(
 
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """LigerCrossEntropyFunction, whose gradient is written over the logits: of a copy.
+    """Runs LigerCrossEntropyFunction on a copy: it writes the gradient over the logits.
 
-    It keeps losses in the logits' dtype until they are summed, and waits for the device to count
-    targets: it cannot be captured.
+    It keeps losses in the logits' dtype until they are summed. It waits for the device to count
+    targets, so it cannot be captured.
     """
     from liger_kernel.transformers.functional import liger_cross_entropy
 
@@ -86,7 +86,7 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """LigerFusedLinearCrossEntropyFunction: logits and gradients a chunk of rows at a time.
+    """Runs LigerFusedLinearCrossEntropyFunction, a chunk of rows at a time.
 
     Gradients of the weight are summed in float32. It waits for the device to count targets.
     """
@@ -96,9 +96,9 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def _with_gradient_of_x(call: Call) -> Reason:
-    """Its forward pass makes gradients where x wants one, and none for the weight alone."""
+    """Refuses the weight's gradient alone: gradients are made only if x needs one."""
     if call.wanted == ("weight",):
-        return "it gives the gradient of weight along with that of x alone"
+        return "it gives the gradient of weight only together with that of x"
     return None
 
 

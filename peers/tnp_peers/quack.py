@@ -1,4 +1,4 @@
-"""Rows' operators of package quack-kernels, in CuTe: for compute capability 9.0 and newer."""
+"""Runs operators on rows of package quack-kernels, in CuTe, from compute capability 9.0 on."""
 
 import torch
 from torch import Tensor
@@ -8,14 +8,14 @@ from tnp_peers.support import both, rows, with_contiguous_gradient
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """quack.rmsnorm, which takes the weight in any float dtype."""
+    """Runs quack.rmsnorm, which takes the weight in any float dtype."""
     from quack.rmsnorm import rmsnorm
 
     return rmsnorm(x, weight, eps=eps)
 
 
 def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """quack.rmsnorm with a residual, whose sum it returns second."""
+    """Runs quack.rmsnorm with a residual. It returns the sum second."""
     from quack.rmsnorm import rmsnorm
 
     normalized, total = rmsnorm(update, weight, residual=x, eps=eps, prenorm=True)
@@ -23,7 +23,7 @@ def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple
 
 
 class _LayerNorm(torch.autograd.Function):
-    """quack's two passes, which it does not join itself."""
+    """Joins quack's two passes."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -42,22 +42,22 @@ class _LayerNorm(torch.autograd.Function):
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """quack's LayerNorm, which takes float32 parameters alone."""
+    """Runs quack's LayerNorm, which takes only float32 parameters."""
     return _LayerNorm.apply(rows(x), weight.float(), bias.float(), eps).view(x.shape)
 
 
 def softmax(x: Tensor) -> Tensor:
-    """quack.softmax over the last dimension."""
+    """Runs quack.softmax over the last dimension."""
     from quack.softmax import softmax
 
     return with_contiguous_gradient(softmax(rows(x))).view(x.shape)
 
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """quack.cross_entropy, without writing the gradient over the logits; losses in float32."""
+    """Runs quack.cross_entropy without overwriting the logits. Losses are float32."""
     from quack.cross_entropy import cross_entropy
 
-    # One loss's gradient is expanded to all rows, which its kernel does not read.
+    # A mean loss has an expanded gradient, which its kernel cannot read.
     losses = cross_entropy(logits.contiguous(), target, reduction="none")
     return with_contiguous_gradient(losses).sum() / (target != -100).sum()
 
@@ -66,7 +66,7 @@ def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: None = None, *,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """quack's rotary embedding, a launch for q and one for k, [B, L, H, D] of any strides."""
+    """Runs quack's rotary embedding: a launch each for q and k, [B, L, H, D] of any strides."""
     from quack.rotary import apply_rotary_emb
 
     n_tokens = q.shape[2]
@@ -76,7 +76,7 @@ def rope(
 
 
 def _in_eights(call: Call) -> Reason:
-    """Its rows are read in vectors."""
+    """Refuses head_dims that the kernel cannot read in vectors."""
     head_dim = call.problem["head_dim"]
     if head_dim % 8 or head_dim > 512:
         return f"it takes head_dim up to 512 that 8 divides, not {head_dim}"

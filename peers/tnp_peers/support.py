@@ -1,4 +1,4 @@
-"""What several adapters need: limits, and gradients that a package can read and may write to."""
+"""Helps adapters: limits, and gradients that a package can read and may write to."""
 
 from collections.abc import Collection
 
@@ -8,7 +8,7 @@ from tnp.dispatch.spec import Call, Reason, Support, on_cuda
 
 
 def both(*limits: Support) -> Support:
-    """The first reason that any of them gives."""
+    """Returns a check that gives the first reason of any of the limits."""
 
     def supported(call: Call) -> Reason:
         return next((reason for limit in limits if (reason := limit(call))), None)
@@ -17,7 +17,7 @@ def both(*limits: Support) -> Support:
 
 
 def sizes(name: str, allowed: Collection[int]) -> Support:
-    """Support for these values of a size."""
+    """Returns a check that allows these values of a size."""
 
     def supported(call: Call) -> Reason:
         if call.problem[name] in allowed:
@@ -31,17 +31,17 @@ def sizes(name: str, allowed: Collection[int]) -> Support:
 
 
 def cuda_to(least: int, name: str, largest: int) -> Support:
-    """Support for GPUs from a capability on, up to a largest size."""
+    """Returns a check for GPUs from a capability on, up to a largest size."""
     return both(on_cuda(least), sizes(name, range(1, largest + 1)))
 
 
 def rows(x: torch.Tensor) -> torch.Tensor:
-    """[..., D] → [rows, D], contiguous."""
+    """Returns x [..., D] as contiguous [rows, D]."""
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
 def with_contiguous_gradient(y: torch.Tensor) -> torch.Tensor:
-    """y; its gradient, which may have any strides, reaches the package contiguous."""
+    """Returns y, and makes its gradient contiguous before the package gets it."""
     if y.requires_grad:
         y.register_hook(torch.Tensor.contiguous)
     return y

@@ -1,7 +1,7 @@
-"""Linear layers of package torchao that train with products of rows in 8 bits (e4m3).
+"""Runs linear layers of package torchao, with products in 8 bits (e4m3) in training.
 
-Its recipe `rowwise_with_gw_hp`: e4m3 for the products that give y and dx, of which the left operand
-has a scale for each row, and the weight one for each row forward and a single one backward.
+Its recipe is `rowwise_with_gw_hp`. The products that give y and dx are in e4m3. Their left operand
+has a scale for each row. The weight has one for each row forward, and a single one backward.
 Gradients of weights are products in 16 bits.
 """
 
@@ -16,12 +16,12 @@ from tnp.ops.mlp import eight_bit
 from tnp_peers.support import both
 
 RECIPE = "rowwise_with_gw_hp"
-MULTIPLE = 16  # of D and F: what PyTorch's products in 8 bits take
+MULTIPLE = 16  # PyTorch's products in 8 bits need multiples of this for D and F
 
 
 @cache
 def _layer() -> torch.nn.Module:
-    """What torchao makes of a linear layer without bias: only its configuration is used."""
+    """Returns torchao's form of a linear layer without bias. Only its configuration is used."""
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
@@ -36,14 +36,14 @@ def _configuration() -> tuple:
 
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
-    """What Float8Linear's forward pass does, of a weight that is cast to x's dtype first."""
+    """Computes Float8Linear's forward pass, with the weight cast to x's dtype first."""
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
     return matmul_with_hp_or_float8_args.apply(x, weight.to(x.dtype).t(), *_configuration())
 
 
 def mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """silu(x upᵀ) downᵀ."""
+    """Returns silu(x upᵀ) downᵀ."""
     return _linear(torch.nn.functional.silu(_linear(x, up)), down)
 
 
@@ -65,6 +65,6 @@ MLP = Implementation(
     dtypes=("bfloat16",),
     precision="e4m3",
     selectable=False,  # "auto:e4m3" is ours
-    compile="default",  # as its documentation has it: the casts are fused then
+    compile="default",  # as its documentation recommends: this fuses the casts
     work=_work,
 )

@@ -1,4 +1,4 @@
-"""Asks about processes that a test did not start itself."""
+"""Makes children of measurements light, and asks about processes that a test did not start."""
 
 import time
 from collections.abc import Callable
@@ -6,6 +6,19 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE_S = 600  # for what takes seconds where nothing else runs
+TORCH = """
+__version__, get_num_threads = "0", lambda: 1
+
+class OutOfMemoryError(RuntimeError):
+    pass
+"""
+
+
+def without_torch(folder: Path, **files: str) -> Path:
+    """Writes modules that a child finds in `folder`, and one for PyTorch, whose import is slow."""
+    for name, text in {"torch": TORCH, **files}.items():
+        folder.joinpath(f"{name}.py").write_text(text)
+    return folder
 
 
 def is_alive(pid: int) -> bool:

@@ -18,7 +18,7 @@ from tnp.store.schemas import TABLES
 
 @pytest.fixture
 def measured(monkeypatch) -> tuple[list[dict], set[str]]:
-    """Rows of two operators on the CPU, and the names that went through dispatch."""
+    """Measures two operators on the CPU, and notes the names that went through dispatch."""
     for name, small in {"CALLS": 1, "CHAIN": 2, "WARM_ROUNDS": 0, "ROUNDS": 2}.items():
         monkeypatch.setattr(host, name, small)
     monkeypatch.setattr(host, "synchronize", lambda device: None)
@@ -44,7 +44,7 @@ def measured(monkeypatch) -> tuple[list[dict], set[str]]:
 
 
 def test_rows_are_of_every_pass_and_implementation(measured):
-    rows, _ = measured
+    rows, dispatched = measured
     found = {(row["op"], row["pass"], row["implementation"]): row for row in rows}
     assert len(found) == len(rows) == len(host.PASSES) * (3 + 4)
     for (op, _, name), row in found.items():
@@ -54,10 +54,7 @@ def test_rows_are_of_every_pass_and_implementation(measured):
         else:
             assert row["status"] == "ok" and row["n_samples"] == 2, (op, name, row)
             assert row["host_us_p50"] is not None
-
-
-def test_forms_of_pytorch_are_called_as_they_are(measured):
-    _, dispatched = measured
+    # PyTorch's forms are called as they are.
     assert dispatched == {"add_rms_norm fused", "attention fused", "attention auto"}
 
 
@@ -129,7 +126,7 @@ def test_names_that_there_are_not_are_refused(shape, variant, said, capsys):
 
 
 def forms(*names: str, captured: tuple[str, ...] = ()) -> dict:
-    """Parameters of a study of tiny steps on the CPU, launched and captured."""
+    """Returns parameters of a study of tiny steps on the CPU, launched and captured."""
     wanted = [(name, False) for name in names] + [(name, True) for name in captured]
     return {
         "forms": [

@@ -1,4 +1,4 @@
-"""Rows of joint samples and of training steps with a buffer. No test asserts a time."""
+"""Tests rows of joint samples and of training steps with a buffer. No test asserts a time."""
 
 import time
 
@@ -6,11 +6,9 @@ import pyarrow as pa
 import pytest
 
 from tests.bench.configurations import MODEL, step_parameters
-from tests.bench.processes import PATIENCE_S
 from tnp.bench import joint
-from tnp.bench.isolate import run_isolated
 from tnp.bench.joint import measure_joint
-from tnp.bench.outcome import JOINT_FORMS
+from tnp.bench.outcome import FORMS, JOINT_FORMS, failure_rows
 from tnp.bench.predictions import IN_A_ROW
 from tnp.model import prediction, sampling
 from tnp.store.schemas import PROVENANCE, RUN, TABLES
@@ -88,13 +86,10 @@ def test_forms_do_what_they_are_named_for(monkeypatch):
     }
 
 
-def test_the_child_says_what_it_cannot_measure(tmp_path, monkeypatch):
-    """A child that measures is in `test_predictions.py`."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    found = run_isolated(
-        "prediction", parameters(variant_spec={"attention": "sdpa_cudnn"}), PATIENCE_S
-    )
-    rows = found["predictions"]
-    assert [(row["form"], row["status"]) for row in rows] == [
-        (form, "unsupported") for form in JOINT_FORMS
-    ]
+@pytest.mark.parametrize(
+    ("asked", "forms"), [(parameters(), JOINT_FORMS), (parameters(study="predictions"), FORMS)]
+)
+def test_a_process_that_measures_nothing_has_a_row_for_each_form(asked, forms):
+    rows = failure_rows("prediction", asked, "unsupported", "needs a GPU")["predictions"]
+    assert [(row["form"], row["status"]) for row in rows] == [(one, "unsupported") for one in forms]
+    pa.Table.from_pylist(rows, schema=TABLES["predictions"])

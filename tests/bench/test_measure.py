@@ -26,7 +26,7 @@ def parameters(*names, **changes) -> dict:
 
 
 def measured(*names, **changes) -> dict[tuple[str, str], dict]:
-    """Rows by contender's config_id and pass."""
+    """Returns rows by contender's config_id and pass."""
     rows = measure_op(parameters(*names, **changes), time.perf_counter())["ops"]
     return {(row["config_id"].removeprefix("swiglu--"), row["pass"]): row for row in rows}
 
@@ -122,6 +122,8 @@ def test_a_trial_runs_the_kernel_and_the_configuration_that_it_forces(monkeypatc
 
     monkeypatch.setattr(triton_swiglu, "FORWARD", replace(triton_swiglu.FORWARD, prepare=prepare))
     call = Call(PROBLEM, devices.of_device(torch.device(DEVICE)), ("gate", "up"))
+    for both in trials("swiglu", "triton", "backward", call).values():  # one saves, one reads
+        assert set(both) == {"swiglu.forward", "swiglu.backward"}
     forced = trials("swiglu", "triton", "forward", call)
     assert len(forced) == len(triton_swiglu.CONFIGS) > 1
     rows = measured(*forced, forced=forced, passes=["forward"])
@@ -139,12 +141,6 @@ def test_a_configuration_that_there_is_no_more_is_unsupported():
     stale = {"triton--old": {"swiglu.forward": ("triton", {"block": 7, "num_warps": 1})}}
     (row,) = measured(*stale, forced=stale, passes=["forward"]).values()
     assert row["status"] == "unsupported" and "no configuration" in row["reason"]
-
-
-def test_backward_trials_force_a_forward_kernel_that_saves_what_they_read():
-    call = Call(PROBLEM, devices.of_device(torch.device(DEVICE)), ("gate", "up"))
-    for forced in trials("swiglu", "triton", "backward", call).values():
-        assert set(forced) == {"swiglu.forward", "swiglu.backward"}
 
 
 def test_a_twin_and_auto():
@@ -173,7 +169,7 @@ def test_without_a_backward_pass_nothing_is_saved_for_one(monkeypatch):
 
 
 def test_a_spot_is_all_that_is_compared(with_implementation):
-    """Where float64 of the whole does not fit."""
+    """A part is compared where float64 of the whole does not fit."""
     seen = []
 
     def spot(case, inputs, gradients):
@@ -200,28 +196,22 @@ def test_a_spot_is_all_that_is_compared(with_implementation):
     assert rows["late", "forward"]["status"] == rows["late", "backward"]["status"] == "error"
 
 
-def test_a_gradient_that_is_made_with_the_result_is_timed_with_it(with_implementation):
-    calls = []
+def test_a_gradient_is_timed_with_its_result_and_a_plan_apart(with_implementation):
+    calls, planned = [], []
 
     def run(gate, up):
         calls.append(None)
         return OPERATOR.reference(gate, up)
 
-    with_implementation(Implementation("counted", run=run), backward_with_forward=True)
-    row = measured("torch", "counted", passes=["backward"])["counted", "backward"]
-    assert row["with_forward"] is True
-    assert len(calls) > row["n_samples"]
-
-
-def test_what_is_planned_once_is_timed_apart(with_implementation):
-    planned = []
-
     def plan(gate, up):
         planned.append((gate.shape, up.shape))
 
-    with_implementation(Implementation("planned", run=OPERATOR.reference, plan=plan))
-    rows = measured("torch", "planned", passes=["forward"])
-    assert rows["planned", "forward"]["plan_ms"] > 0 and len(set(planned)) == 1
+    own = Implementation("counted", run=run, plan=plan)
+    with_implementation(own, backward_with_forward=True)
+    rows = measured("torch", "counted")
+    row = rows["counted", "backward"]
+    assert row["with_forward"] is True and len(calls) > row["n_samples"]
+    assert rows["counted", "forward"]["plan_ms"] > 0 and len(set(planned)) == 1
     assert rows["torch", "forward"]["plan_ms"] is None
 
 

@@ -1,4 +1,4 @@
-"""A child's report, its end with all that it started, and whose turn it is on a device."""
+"""Tests a child's report, its end with all that it started, and turns on a device."""
 
 import os
 import signal
@@ -6,12 +6,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from pathlib import Path
 
 import pytest
 
 from tests.bench.configurations import step_parameters
-from tests.bench.processes import PATIENCE_S, is_alive, past_its_limit, wait_until
+from tests.bench.processes import PATIENCE_S, is_alive, past_its_limit, wait_until, without_torch
 from tnp.bench import child as child_module
 from tnp.bench import process, provenance
 from tnp.bench.isolate import run_isolated
@@ -38,22 +37,16 @@ def own_temporary_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def child(tmp_path, monkeypatch):
-    """Runs these lines as a child; its report."""
+    """Runs these lines as a child and returns its report."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     def run(*lines: str, timeout_s: float = PATIENCE_S, **parameters) -> dict:
         body = "\n".join(f"    {line}" for line in lines)
-        (tmp_path / "lines_of_a_child.py").write_text(CHILD.format(body=body))
+        without_torch(tmp_path, lines_of_a_child=CHILD.format(body=body))
         common = {"device": "cpu", "device_slug": "cpu"}
         return run_child(["lines_of_a_child"], common | parameters, timeout_s)
 
     return run
-
-
-def test_a_report_is_what_was_noted(child):
-    report = child("note(twice=2 * parameters['number'])", "note(name='ä')", number=21)
-    assert (report["twice"], report["name"]) == (42, "ä")
-    assert report["environment"]["environment_id"]
 
 
 def test_a_slow_child_is_heard_and_one_that_says_nothing_is_ended(tmp_path, monkeypatch):
@@ -100,9 +93,13 @@ def test_what_was_noted_outlives_a_kill_in_the_middle_of_a_line(child):
 @pytest.mark.parametrize(
     ("status", "reason"), [(0, "its process ended without a result"), (3, "exit code 3")]
 )
-def test_an_exit_is_the_failure(child, status, reason):
+def test_an_exit_is_the_failure_and_what_was_noted_stays(child, status, reason):
     """Other ends are rows in `test_isolate.py`."""
-    assert tuple(child(f"os._exit({status})")["failure"]) == ("error", reason)
+    lines = "note(twice=2 * parameters['number'])", "note(name='ä')", f"os._exit({status})"
+    report = child(*lines, number=21)
+    assert (report["twice"], report["name"]) == (42, "ä")
+    assert report["environment"]["environment_id"]
+    assert tuple(report["failure"]) == ("error", reason)
 
 
 @pytest.mark.parametrize("end", ["pass", "os._exit(1)", "time.sleep(600)"])
@@ -121,13 +118,9 @@ def test_what_a_child_started_ends_with_it(child, tmp_path, end):
 def test_what_a_child_started_ends_with_who_waits_for_it(tmp_path, end):
     """A grandchild, such as a compile worker, whatever ends the process that measures."""
     pid_file = tmp_path / "pid"
-    (tmp_path / "started_by_a_child.py").write_text(
-        CHILD.format(
-            body="    started = subprocess.Popen(['sleep', '600'])\n"
-            f"    open({str(pid_file)!r}, 'w').write(str(started.pid))\n"
-            "    time.sleep(600)\n"
-        )
-    )
+    body = "    started = subprocess.Popen(['sleep', '600'])\n"
+    body += f"    open({str(pid_file)!r}, 'w').write(str(started.pid))\n    time.sleep(600)\n"
+    without_torch(tmp_path, started_by_a_child=CHILD.format(body=body))
     # Whatever started the tests may ignore SIGINT, as a shell's background jobs do.
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
     code += "from tnp.bench.process import run_child; run_child(['started_by_a_child'], "
@@ -147,7 +140,7 @@ def test_what_a_child_started_ends_with_who_waits_for_it(tmp_path, end):
 
 def test_what_a_gate_started_ends_when_its_time_is_over(tmp_path, monkeypatch):
     pid_file = tmp_path / "pid"
-    (tmp_path / "sitecustomize.py").write_text(
+    stub = (
         "import subprocess, sys, time, types\n"
         "def run_gate(gate, device, progress):\n"
         "    started = subprocess.Popen(['sleep', '600'])\n"
@@ -160,6 +153,7 @@ def test_what_a_gate_started_ends_when_its_time_is_over(tmp_path, monkeypatch):
         f"gates.__path__ = [{str(ROOT / 'tnp/gates')!r}]\n"
         "sys.modules['tnp.gates'] = gates\n"
     )
+    (tmp_path / "sitecustomize.py").write_text(stub)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     tables, limit_s = past_its_limit(
         lambda limit_s: gate_process.run(
@@ -192,24 +186,18 @@ def test_a_kill_leaves_no_files_behind(own_temporary_folder, tmp_path):
     assert list(own_temporary_folder.iterdir()) == []
 
 
-def test_a_device_that_is_not_here_gives_no_row(tmp_path):
-    parameters = step_parameters(device="cuda", device_slug="nvidia-h200")
-    if provenance.device_slug() == "nvidia-h200":
-        pytest.skip("it is here")
-    sentence = "device 'nvidia-h200' is not here: "
-    with pytest.raises(DeviceMissing, match=sentence):
-        run_isolated("step", parameters, 60)
-    with pytest.raises(DeviceMissing, match=sentence):
-        gate_process.run("baseline", "cuda", "nvidia-h200", {}, 60, tmp_path / "a", print)
-
-
-def test_another_gpu_is_not_the_one_that_was_named(monkeypatch):
-    monkeypatch.setattr(provenance, "device_slug", lambda: "nvidia-a100")
-    with pytest.raises(
-        DeviceMissing, match="'nvidia-h200' is not here: the first GPU is 'nvidia-a100'"
-    ):
-        child_module.require_device("nvidia-h200")
+def test_a_device_that_is_not_here_gives_no_row(tmp_path, monkeypatch):
     child_module.require_device("cpu")
+    if provenance.device_slug() != "nvidia-h200":
+        parameters = step_parameters(device="cuda", device_slug="nvidia-h200")
+        sentence = "device 'nvidia-h200' is not here: "
+        with pytest.raises(DeviceMissing, match=sentence):
+            run_isolated("step", parameters, 60)
+        with pytest.raises(DeviceMissing, match=sentence):
+            gate_process.run("baseline", "cuda", "nvidia-h200", {}, 60, tmp_path / "a", print)
+    monkeypatch.setattr(provenance, "device_slug", lambda: "nvidia-a100")
+    with pytest.raises(DeviceMissing, match="is not here: the first GPU is 'nvidia-a100'"):
+        child_module.require_device("nvidia-h200")
 
 
 def test_one_timing_job_a_device():
@@ -247,11 +235,6 @@ def test_two_gpus_of_one_model_have_locks_of_their_own(monkeypatch, own_temporar
         monkeypatch.setattr(process, "gpu_uuid", lambda: "GPU-2")
         with device_lock("nvidia-h200", say=pytest.fail):
             assert (own_temporary_folder / "tnp-GPU-2.lock").exists()
-        with device_lock("cpu", say=pytest.fail):
+        # What times nothing shares the device.
+        with device_lock("cpu", shared=True), device_lock("cpu", shared=True, say=pytest.fail):
             assert (own_temporary_folder / "tnp-cpu.lock").exists()
-
-
-def test_what_times_nothing_shares_the_device():
-    with device_lock("cpu", shared=True), device_lock("cpu", shared=True):
-        pass
-    assert Path(tempfile.gettempdir(), "tnp-cpu.lock").exists()

@@ -91,12 +91,8 @@ def test_conditions_of_a_throttled_gpu(one_gpu, monkeypatch):
     assert row["power_w_mean"] is None
     assert row["throttle_reasons"] == "sw_power_cap|sw_thermal_slowdown"
     assert row["throttled"] is True
-
-
-def test_a_power_cap_is_named_but_is_no_slowdown():
-    assert throttle_reasons(0x001) == ""
-    assert throttle_reasons(0x004) == "sw_power_cap"
-    assert not 0x004 & provenance.SLOWDOWNS
+    assert throttle_reasons(0x001) == "" and throttle_reasons(0x004) == "sw_power_cap"
+    assert not 0x004 & provenance.SLOWDOWNS  # a power cap is named, and is no slowdown
 
 
 def test_the_slug_needs_no_torch():

@@ -13,6 +13,7 @@ from tnp.dispatch.call import forget
 from tnp.experiment.failures import Unsupported
 from tnp.model.config import TNPConfig
 from tnp.store.schemas import PROVENANCE, RUN, TABLES
+from tnp.tasks.task import Task
 from tnp.train.step import TrainingStep
 
 CPU = torch.device("cpu")
@@ -64,10 +65,7 @@ def test_samples_are_the_raw_material_of_the_row(tables):
     assert [sample["sample"] for sample in tables["samples"]] == list(range(len(times)))
     assert (times[0], times[-1]) == (row["step_ms_min"], row["step_ms_max"])
     assert statistics.median(times) == pytest.approx(row["step_ms_p50"])
-
-
-def test_a_cpu_has_no_stages(tables):
-    assert "stages" not in tables
+    assert "stages" not in tables  # of a CPU
 
 
 def test_inputs_are_random_and_a_function_of_the_replicate():
@@ -101,20 +99,27 @@ def test_peak_memory_of_the_cpu_sees_what_was_freed_again():
     assert memory.read() < 50 * 2**20
 
 
-def test_a_shape_whose_sizes_vary_is_timed_over_a_stream_of_tasks(monkeypatch):
-    monkeypatch.setattr("tnp.bench.steps.N_VARYING", 8)
-    met = []
+@pytest.fixture
+def met(monkeypatch) -> list[Task]:
+    """Collects the tasks of all steps that run."""
+    found = []
 
     class Counting(TrainingStep):
         def __call__(self, task):
-            met.append((task.n_context, task.n_target))
+            found.append(task)
             return super().__call__(task)
 
     monkeypatch.setattr("tnp.bench.steps.TrainingStep", Counting)
+    return found
+
+
+def test_a_shape_whose_sizes_vary_is_timed_over_a_stream_of_tasks(monkeypatch, met):
+    monkeypatch.setattr("tnp.bench.steps.N_VARYING", 8)
     parameters = step_parameters(vary={"n_context": [3, 11], "n_target": [2, 8]})
     tables = measure_step(parameters, time.perf_counter())
-    (row,), stream = tables["steps"], met[:8]
-    assert len(set(stream)) > 4 and met == stream * (len(met) // 8)
+    sizes = [(task.n_context, task.n_target) for task in met]
+    (row,), stream = tables["steps"], sizes[:8]
+    assert len(set(stream)) > 4 and sizes == stream * (len(sizes) // 8)
     assert all(3 <= m <= 11 and 2 <= n <= 8 for m, n in stream)
     rows = 2 * sum(m + n for m, n in stream) / 8
     assert row["tokens_per_s"] == pytest.approx(rows / row["step_ms_p50"] * 1e3)
@@ -122,16 +127,8 @@ def test_a_shape_whose_sizes_vary_is_timed_over_a_stream_of_tasks(monkeypatch):
 
 
 @pytest.mark.parametrize("pack", [False, True])
-def test_samples_of_sizes_of_their_own_are_counted_without_padding(monkeypatch, pack):
+def test_samples_of_sizes_of_their_own_are_counted_without_padding(monkeypatch, met, pack):
     monkeypatch.setattr("tnp.bench.steps.N_VARYING", 3)
-    met = []
-
-    class Counting(TrainingStep):
-        def __call__(self, task):
-            met.append(task)
-            return super().__call__(task)
-
-    monkeypatch.setattr("tnp.bench.steps.TrainingStep", Counting)
     vary = {"each": "sample", "n_context": [3, 40], "n_target": [2, 80]}
     spec = {"attention": "sdpa_flash", "pack": pack}
     parameters = step_parameters(vary=vary, batch=8, variant_spec=spec)

@@ -1,4 +1,4 @@
-"""Timing on a clock that moves only when a call says so."""
+"""Tests timing on a clock that moves only when a call says so."""
 
 import math
 from collections import Counter
@@ -19,7 +19,7 @@ POLICY = Policy(
 
 
 class Clock:
-    """Seconds that pass when a call is made; `call(durations_ms)` takes the next of them."""
+    """Counts seconds that pass when a call is made; `call(durations_ms)` takes the next of them."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -52,34 +52,31 @@ def test_calls_rotate_and_every_sample_is_kept() -> None:
     assert len(order) == measurement.n_warmup + len(measurement.samples_ms)
 
 
-def test_a_long_step_warms_up_once(clock: Clock) -> None:
+def test_long_calls_warm_up_once_and_are_timed_as_often_as_there_is_time(clock: Clock) -> None:
     durations = iter([2500.0, 2000.0, 2001.0, 2002.0])
     measurement = measure([clock.call(durations)], CPU, POLICY)
     assert measurement.samples_ms == pytest.approx([2000.0, 2001.0, 2002.0])
     assert measurement.n_warmup == 1
     assert measurement.settled and measurement.note is None
+    policy = Policy(max_sampling_s=6.0, min_samples=8, long_step_s=0.4, long_samples=3)
+    for ms, n_samples in ((2500.0, 3), (1100.0, 5), (500.0, 8)):
+        found = measure([clock.call(forever(ms))], CPU, policy)
+        assert len(found.samples_ms) == n_samples and found.n_warmup == 1
 
 
-def test_warms_up_for_as_long_as_it_was_told(clock: Clock) -> None:
+def test_warms_up_for_as_long_as_it_was_told_and_until_medians_agree(clock: Clock) -> None:
     policy = Policy(warmup_s=2.0, max_sampling_s=0.5)
     measurement = measure([clock.call(forever(10.0))], CPU, policy)
     assert measurement.began == pytest.approx(2.0, rel=0.6)
     assert measurement.n_warmup == pytest.approx(measurement.began * 100)
-
-
-def test_warms_up_until_medians_agree(clock: Clock) -> None:
     durations = iter([900.0] + [800.0] * 3 + [700.0] * 3 + [600.0] * 3 + [500.0] * 100)
     policy = Policy(warmup_s=2.0, min_samples=30, max_sampling_s=1.0, long_step_s=1.0)
     measurement = measure([clock.call(durations)], CPU, policy)
     assert measurement.samples_ms == pytest.approx([500.0] * 30)
-
-
-def test_what_never_settles_is_timed_and_says_so(clock: Clock) -> None:
-    falling = (100.0 * 0.999**i for i in range(10_000))
+    falling = (100.0 * 0.999**i for i in range(10_000))  # never settles
     measurement = measure([clock.call(falling)], CPU, POLICY)
     assert len(measurement.samples_ms) >= POLICY.min_samples
-    assert not measurement.settled
-    assert "1%" in measurement.note
+    assert not measurement.settled and "1%" in measurement.note
 
 
 def test_samples_are_taken_until_their_mean_is_known(clock: Clock) -> None:
@@ -131,14 +128,6 @@ def test_contenders_take_turns_in_an_order_drawn_anew_and_inputs_rotate() -> Non
         assert len(order) == 3 * (measurement.n_warmup + len(measurement.samples_ms))
 
 
-def test_samples_go_to_whose_they_are(clock: Clock) -> None:
-    contenders = [[clock.call(forever(ms))] for ms in (1.0, 2.0, 3.0)]
-    for ms, measurement in zip(
-        (1.0, 2.0, 3.0), measure_interleaved(contenders, CPU, POLICY), strict=True
-    ):
-        assert measurement.samples_ms == pytest.approx([ms] * len(measurement.samples_ms))
-
-
 def test_drift_hits_all_alike(clock: Clock) -> None:
     """Equal contenders on a device that slows by half while they are timed."""
     policy = Policy(warmup_s=0, min_samples=400, max_sampling_s=0.1, long_step_s=1)
@@ -149,22 +138,12 @@ def test_drift_hits_all_alike(clock: Clock) -> None:
     assert max(medians) / min(medians) < 1.002
 
 
-def test_one_long_call_makes_the_rounds_of_all_few(clock: Clock) -> None:
+def test_one_long_call_makes_the_rounds_of_all_few_and_many_short_ones_do_not(clock: Clock) -> None:
     contenders = [[clock.call(forever(ms))] for ms in (400.0, 1100.0)]
     fast, slow = measure_interleaved(contenders, CPU, POLICY)
     assert fast.samples_ms == pytest.approx([400.0] * 3)
     assert slow.samples_ms == pytest.approx([1100.0] * 3)
     assert slow.n_warmup == fast.n_warmup == 1
-
-
-def test_long_calls_are_timed_as_often_as_there_is_time(clock: Clock) -> None:
-    policy = Policy(max_sampling_s=6.0, min_samples=8, long_step_s=0.4, long_samples=3)
-    for ms, n_samples in ((2500.0, 3), (1100.0, 5), (500.0, 8)):
-        found = measure([clock.call(forever(ms))], CPU, policy)
-        assert len(found.samples_ms) == n_samples and found.n_warmup == 1
-
-
-def test_many_short_calls_are_no_long_one(clock: Clock) -> None:
     contenders = [[clock.call(forever(200.0))] for _ in range(9)]
     measurements = measure_interleaved(contenders, CPU, POLICY)
     assert {len(measurement.samples_ms) for measurement in measurements} == {30}
@@ -186,16 +165,6 @@ def test_contenders_settle_together(clock: Clock) -> None:
     assert "1%" in drifting[0].note
 
 
-def test_nobody_to_time_is_no_measurement() -> None:
-    assert measure_interleaved([], CPU, POLICY) == []
-
-
-def test_first_call_runs_it_once() -> None:
-    calls = []
-    assert first_call(lambda: calls.append(1), CPU) >= 0
-    assert calls == [1]
-
-
 @pytest.mark.parametrize("name", ["min_samples", "long_samples"])
 def test_an_empty_policy_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is 0: it must be at least 1"):
@@ -213,7 +182,6 @@ def test_latency_flushes_before_each_call_and_takes_turns(monkeypatch):
     assert {(one.n_launches, one.n_warmup) for one in measured} == {(1, 2)}
     assert seen[::2] == ["flush"] * 22
     assert all(set(seen[i : i + 4]) == {"flush", "a", "b"} for i in range(0, 44, 4))
-
-
-def test_latency_of_nobody_is_nothing():
     assert timing.measure_latency([], CPU, Latency(1, 1, 1)) == []
+    assert measure_interleaved([], CPU, POLICY) == []
+    assert first_call(lambda: seen.append("once"), CPU) >= 0 and seen.count("once") == 1

@@ -8,15 +8,9 @@ from tnp.gates.buffer import in_training
 MODEL = {"d_model": 512, "n_layers": 12, "n_heads": 8, "d_ff": 1365, "n_components": 10}
 
 
-def test_a_step_at_small_holds_7_7_tflop_outside_attention():
+def test_steps_of_three_sizes_hold_the_known_numbers_of_operations():
     assert step_matmul_flops(MODEL, 64, 64, 500) == pytest.approx(7.7e12, rel=0.02)
-
-
-def test_a_step_at_mid_holds_38_tflop_of_attention():
     assert step_attention_flops(MODEL, 4, 10_000, 1_000) == pytest.approx(38e12, rel=0.02)
-
-
-def test_a_step_at_large_holds_3_5_pflop_of_attention():
     assert step_attention_flops(MODEL, 1, 200_000, 5_000) == pytest.approx(3.5e15, rel=0.02)
 
 
@@ -30,7 +24,7 @@ def test_matmul_operations_by_hand():
 
 
 def test_what_nobody_reads_is_not_counted():
-    """By hand, with two layers: keys and values of targets; the last block of contexts."""
+    """Counts by hand, with two layers: keys and values of targets; the last block of contexts."""
     model = {"d_model": 2, "n_layers": 2, "n_heads": 1, "d_ff": 3, "n_components": 2}
     batch, n_context, n_target = size = (5, 7, 11)
     targets_kv = 2 * batch * n_target * (2 * 2 + 2 * 2) * 2
@@ -44,7 +38,7 @@ def test_what_nobody_reads_is_not_counted():
 
 
 def test_a_buffers_rows_are_counted_too():
-    """By hand: 2 of 5 targets enter, and one group of as many sees them."""
+    """Counts by hand: 2 of 5 targets enter, and one group of as many sees them."""
     model = {"d_model": 2, "n_layers": 2, "n_heads": 1, "d_ff": 3, "n_components": 2}
     size, buffered = (5, 7, 5), model | {"buffer": 2}
     embed, kv, q_o_mlp = 3 * 2 + 2 * 2, 2 * 2 * 2, 2 * 2 + 2 * 2 + 2 * 3 + 3 * 2

@@ -1,4 +1,4 @@
-"""Operators and models of ours under `torch.autocast`, which changes nothing."""
+"""Tests that `torch.autocast` changes nothing of operators and models of ours."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""What a plan promises: decided once, launched as Triton would, never for another problem."""
+"""Tests that a plan decides once, launches as Triton would, and serves no other problem."""
 
 import json
 import os
@@ -52,7 +52,7 @@ CALLS = {
 
 @pytest.fixture
 def decisions(monkeypatch) -> list[str]:
-    """What was asked to decide anything, in order."""
+    """Notes which functions are asked to decide anything, in order."""
     found: list[str] = []
 
     def counting(name, function):
@@ -189,24 +189,16 @@ def test_a_switch_has_another_plan(monkeypatch, tmp_path):
         torch.use_deterministic_algorithms(False)
 
 
-def test_a_tensor_that_may_be_missing_is_part_of_the_problem():
+def test_a_tensor_that_may_be_missing_is_part_of_the_problem_and_a_scalar_is_not():
     q, k, v = qkv()
     n_keys = torch.tensor([2], dtype=torch.int32, device=DEVICE)
-    for given in (None, n_keys):
-        for _ in range(2):
-            found = attention_package.attention(q, k, v, n_keys=given, implementation="fused")
-            exact = attention_package.attention(q, k, v, n_keys=given, implementation="reference")
-            torch.testing.assert_close(found, exact)
-    assert n_plans(ATTENTION) == 4
-
-
-def test_a_scalar_is_no_part_of_the_problem():
-    q, k, v = qkv()
-    for scale in (0.1, 0.5):
-        found = attention_package.attention(q, k, v, scale=scale, implementation="fused")
-        exact = attention_package.attention(q, k, v, scale=scale, implementation="reference")
+    for options in ({}, {"scale": 0.1}, {"scale": 0.5}, {"n_keys": n_keys}, {"n_keys": n_keys}):
+        found, exact = (
+            attention_package.attention(q, k, v, **options, implementation=name)
+            for name in ("fused", "reference")
+        )
         torch.testing.assert_close(found, exact)
-    assert n_plans(ATTENTION) == 2
+    assert n_plans(ATTENTION) == 4
 
 
 def test_gradients_of_other_strides_have_another_launch():

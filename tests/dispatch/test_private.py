@@ -1,4 +1,4 @@
-"""Every private interface of another package that we use is there, and means what we think."""
+"""Tests that every private interface of another package is there, and means what we think."""
 
 import os
 
@@ -84,7 +84,10 @@ def test_transforms_are_seen():
     assert private.functorch_level() is None and not private.functorch_levels()
 
 
-def test_modes_of_autograd_are_seen():
+def test_modes_of_autograd_are_seen_and_settings_of_the_compiler_are_set():
+    from torch._dynamo import config
+    from torch._functorch import config as functorch_config
+
     assert not private.in_forward_mode() and not private.in_autocast()
     with forward_ad.dual_level():
         assert private.in_forward_mode()
@@ -97,12 +100,6 @@ def test_modes_of_autograd_are_seen():
         torch.use_deterministic_algorithms(asked)
         assert private.is_deterministic() == asked
     torch.use_deterministic_algorithms(previous)
-
-
-def test_settings_of_the_compiler_are_set():
-    from torch._dynamo import config
-    from torch._functorch import config as functorch_config
-
     with config.patch(recompile_limit=8), functorch_config.patch(donated_buffer=True):
         private.allow_graphs(32)
         private.allow_graphs(4)

@@ -1,7 +1,8 @@
-"""Names of implementations. Operators of other packages: what is taken of them, and the sentence
-where one is not.
-"""
+"""Tests names of implementations, and operators of other packages that are taken or refused."""
 
+import importlib
+import inspect
+import pkgutil
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import tnp.ops
 from tnp.dispatch import registry
 from tnp.dispatch.spec import OWN
 from tnp.model.variants import FAMILIES, Variant
@@ -77,11 +79,19 @@ def test_rows_and_sentences_say_what_an_implementation_is_really_called():
         assert torch.equal(o, expected)
         compiled = torch.compile(attention, backend="eager", fullgraph=True)
         torch.testing.assert_close(compiled(q, q, q, implementation=name), expected)
-    with pytest.raises(
-        RuntimeError, match="'sdpa_flash' .* lse=True: choose .*fused or .*reference"
-    ):
+    with pytest.raises(RuntimeError, match="'sdpa_flash' .* lse=True: choose .*fused or .*refer"):
         attention(q, q, q, lse=True, implementation="torch")
-    with pytest.raises(
-        ValueError, match="unknown implementation 'owm' .*reference, .*torch, own, "
-    ):
+    with pytest.raises(ValueError, match="unknown implementation 'owm' .*reference, .*torch, own"):
         attention(q, q, q, implementation="owm")
+
+
+def test_each_package_of_operators_lists_its_public_functions():
+    for module in pkgutil.iter_modules(tnp.ops.__path__, "tnp.ops."):
+        package = importlib.import_module(module.name)
+        functions = {
+            name
+            for name, function in vars(package).items()
+            if inspect.isfunction(function)
+            and "implementation" in inspect.signature(function).parameters
+        }
+        assert functions == set(getattr(package, "__all__", ())), module.name

@@ -1,4 +1,4 @@
-"""A kernel's hash changes with its meaning and with nothing else; launches are noted."""
+"""Tests that a kernel's hash changes with its meaning alone, and that launches are noted."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tnp.ops.rms_norm import add_rms_norm
 
 
 def test_a_kernels_hash_is_of_all_that_it_reaches() -> None:
-    """What that is, and what changes nothing, see tests/experiment/test_fingerprints.py."""
+    """`test_fingerprints.py` tests which code that is."""
     module, name = "tnp.ops._shared.hopper_silu", "matmul_silu_hopper_kernel"
     assert kernel_hash(module, name) == fingerprint([f"{module}:{name}"])
     aggregate = "tnp.ops._shared.hopper_matmul:Pipeline"  # whose methods the kernel calls

@@ -5,18 +5,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import altair as alt
 import duckdb
 import pytest
 import vl_convert
 
 from tests.figures.views import CELLS, VIEWS
+from tnp.figures import draw
 
 Row = dict[str, Any]
 Build = Callable[..., Path]
+Drawn = Callable[..., alt.TopLevelMixin]
 
-IS_CEILING = Path(__file__).parents[2] / "workflow" / "sql" / "is_ceiling.sql"
+WORDS = Path(__file__).parents[2] / "workflow" / "sql" / "words.sql"
 GPU, CPU = "nvidia-h200", "cpu"
 SIZES = {"small": (64, 64, 500), "mid": (4, 10000, 1000)}
+IN_A_CELL = ("step_ms", "speedup", "valid", "fastest", "winner")
 THREE = {("mid", "sdpa_flash"): 200.0, ("mid", "sdpa_cudnn"): 150.0, ("mid", "fused"): 100.0}
 
 
@@ -25,7 +29,7 @@ def write(path: Path, **tables: list[Row]) -> Path:
     path.unlink(missing_ok=True)
     with duckdb.connect(str(path)) as connection:
         connection.begin()  # each row by itself would be written to the disk
-        connection.execute(IS_CEILING.read_text())
+        connection.execute(WORDS.read_text())
         for view, columns in VIEWS.items():
             connection.execute(f"create table {view} ({columns})")
             for row in tables.get(view, []):
@@ -40,6 +44,12 @@ def write(path: Path, **tables: list[Row]) -> Path:
 @pytest.fixture
 def build(tmp_path: Path) -> Build:
     return partial(write, tmp_path / "results.duckdb")
+
+
+@pytest.fixture
+def drawn(build: Build) -> Drawn:
+    """Draws a figure over rows by view, of an H200; `merged` puts parts together."""
+    return lambda figure, *parts: draw(figure, build(**merged(H200, *parts)))
 
 
 def sized(shape: str) -> Row:
@@ -68,24 +78,16 @@ def steps(
         outcome = {"status": status, "reason": "" if status == "ok" else f"because {status}"}
         speedup, memory = {}, None
         if status == "ok":
-            peers = [
-                (name, peer)
-                for (where, name), peer in times.items()
-                if where == shape and name.startswith("sdpa_") and not isinstance(peer, str)
-            ]
-            baseline = dict(peers)["sdpa_flash"]
-            fastest = min(peer for _, peer in peers)
+            here = {name: ms for (at, name), ms in times.items() if at == shape}
+            here = {name: ms for name, ms in here.items() if not isinstance(ms, str)}
+            baseline = here["sdpa_flash"]
+            fastest = min(ms for name, ms in here.items() if name.startswith("sdpa_"))
             speedup = {"baseline_step_ms": baseline, "best_pytorch_step_ms": fastest}
-            own = [
-                ms for (where, name), ms in times.items() if where == shape and role(name) == "own"
-            ]
-            leads = role(variant) == "own" and time == min(ms for ms in own if ms != status)
-            all_times = [
-                ms for (at, _), ms in times.items() if at == shape and not isinstance(ms, str)
-            ]
-            among_fastest = counts is not False and time <= 1.01 * min(all_times)
-            speedup |= {"step_ms": time, "counts": counts, "leads": leads}
-            speedup |= {"fastest": among_fastest}
+            own = [ms for name, ms in here.items() if role(name) == "own"]
+            leads = role(variant) == "own" and time == min(own)
+            among_fastest = counts is not False and time <= 1.01 * min(here.values())
+            speedup |= {"step_ms": time, "valid": counts, "leads": leads}
+            speedup |= {"fastest": among_fastest, "winner": among_fastest and leads}
             speedup |= compared("speedup", "verdict", baseline / time, counts)
             speedup |= compared("speedup_best", "verdict_best", fastest / time, counts)
             memory = 2.0 if checkpoint else 8.0
@@ -95,20 +97,12 @@ def steps(
         named = key | sized(shape) | switches | outcome | {"role": role(variant)}
         tables["speedup"].append(named | {"dtype": "bfloat16"} | speedup)
         tables["memory"].append(
-            named | {"optimizer": True, "counts": counts, "peak_memory_gib": memory}
+            named | {"optimizer": True, "valid": counts, "peak_memory_gib": memory}
         )
-        tables["matrix"].append(
-            key
-            | sized(shape)
-            | {
-                f"{cell}_step_ms": speedup.get("step_ms"),
-                f"{cell}_speedup": speedup.get("speedup"),
-                f"{cell}_peak_memory_gib": memory,
-                f"{cell}_status": status,
-                f"{cell}_counts": speedup.get("counts"),
-                f"{cell}_fastest": speedup.get("fastest"),
-            }
-        )
+        said = {name: speedup.get(name) for name in IN_A_CELL}
+        said |= {"peak_memory_gib": memory, "status": status}
+        in_cell = {f"{cell}_{name}": value for name, value in said.items()}
+        tables["matrix"].append(key | sized(shape) | in_cell)
     return tables
 
 
@@ -138,7 +132,7 @@ def stage_rows(
     total = sum(times.values())
     key = {"device": device, "variant": variant, "dtype": "bfloat16"} | sized(shape)
     key |= {"checkpoint": False, "cuda_graph": True, "role": role(variant)}
-    key |= {"counts": counts, "fastest": fastest, "step_ms": total / 0.9, "n_kernels": 7}
+    key |= {"valid": counts, "fastest": fastest, "step_ms": total / 0.9, "n_kernels": 7}
     rows = [
         key | {"stage": stage, "pass": pass_, "time_ms": time, "share": time / total}
         for (stage, pass_), time in times.items()
@@ -164,31 +158,16 @@ def training_rows(
 ) -> dict[str, list[Row]]:
     """A run of two evaluations that ends at `heldout` and `shuffled`; the prior is at −1."""
     gap_closed = None if exact is None else (heldout + 1) / (exact + 1)
-    key = {
-        "device": device,
-        "run": run,
-        "variant": "sdpa_flash",
-        "source": "gaussian_process",
-        "dtype": "bfloat16",
-        "seed": 0,
-    }
-    sizes = {name: value for name, value in sized("small").items() if name != "shape"}
-    rows = [
-        key
-        | sizes
-        | {
-            "step": step,
-            "heldout_log_likelihood": value,
-            "heldout_log_likelihood_shuffled": shuffled,
-            "heldout_log_likelihood_stderr": STDERR,
-            "exact_log_likelihood": exact,
-            "prior_log_likelihood": -1.0,
-            "study": study,
-            "gap_closed": gap_closed,
-            "nats_from_context": value - shuffled if value - shuffled > 2 * STDERR else None,
-        }
-        for step, value in ((500, heldout - 0.5), (1000, heldout))
-    ]
+    key = {"device": device, "run": run, "variant": "sdpa_flash", "source": "gaussian_process"}
+    key |= {"dtype": "bfloat16", "seed": 0, "study": study, "gap_closed": gap_closed}
+    key |= {name: value for name, value in sized("small").items() if name != "shape"}
+    key |= {"exact_log_likelihood": exact, "prior_log_likelihood": -1.0}
+    rows = []
+    for step, value in ((500, heldout - 0.5), (1000, heldout)):
+        gained = value - shuffled if value - shuffled > 2 * STDERR else None
+        found = {"": value, "_shuffled": shuffled, "_stderr": STDERR}
+        rows.append(key | {f"heldout_log_likelihood{name}": x for name, x in found.items()})
+        rows[-1] |= {"step": step, "nats_from_context": gained}
     return {"training_curves": rows}
 
 
@@ -219,24 +198,15 @@ def roofline_rows(
     rows = []
     for (implementation, shape), share in shares.items():
         status = share if isinstance(share, str) else "ok"
-        row = {
-            "device": device,
-            "op": "attention",
-            "pass": "forward",
-            "implementation": implementation,
-            "role": role(implementation),
-            "own": role(implementation) == "own",
-            "counts": True if status == "ok" else None,
-            "shape": shape,
-            "dtype": "bfloat16",
-            "intensity": 50.0 if shape == "small" else 5000.0,
-            "ceiling_tflops": 750.0,
-            "ceiling_gb_per_s": 4200.0,
-            "bound": "memory" if shape == "small" else "compute",
-            "roofline_tflops": 210.0 if shape == "small" else 750.0,
-            "status": status,
-            "reason": "",
-        }
+        row = {"device": device, "op": "attention", "pass": "forward", "dtype": "bfloat16"}
+        row |= {"implementation": implementation, "role": role(implementation), "shape": shape}
+        row |= {"own": row["role"] == "own", "valid": True if status == "ok" else None}
+        row |= {"ceiling_tflops": 750.0, "ceiling_gb_per_s": 4200.0}
+        row |= {"status": status, "reason": ""}
+        if shape == "small":
+            row |= {"intensity": 50.0, "bound": "memory", "roofline_tflops": 210.0}
+        else:
+            row |= {"intensity": 5000.0, "bound": "compute", "roofline_tflops": 750.0}
         if not isinstance(share, str):
             row |= {"share_of_roofline": share, "share_low": share, "share_high": share}
             row |= {"tflops": share * row["roofline_tflops"], "time_ms": 1.0}
@@ -253,7 +223,7 @@ def ablation_rows(
         status = gain if isinstance(gain, str) else "ok"
         row = {"device": device, "component": component, "dtype": "bfloat16", "status": status}
         row |= sized(shape) | {"base_variant": "sdpa_cudnn", "full_variant": "fused"}
-        row |= {"counts": counts, "base_ms": 10.0, "full_ms": 5.0}
+        row |= {"valid": counts, "base_ms": 10.0, "full_ms": 5.0}
         if counts is False:
             row |= {"why_not": "the samples had not settled"}
         elif not isinstance(gain, str):

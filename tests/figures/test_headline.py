@@ -1,4 +1,4 @@
-"""Figure `headline` says and draws what the rows of the leading steps say."""
+"""Tests that figure `headline` says and draws what the rows of the leading steps say."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def test_headline_leaves_out_a_shape_whose_baseline_does_not_count(build: Build)
     assert ">mid<" in svg and ">small<" not in svg and "Not drawn" not in svg
 
     for row in tables["speedup"][3:]:
-        row |= {"counts": row["role"] != "baseline"}
+        row |= {"valid": row["role"] != "baseline"}
         row["why_no_speedup"] = "plain PyTorch does not count: the samples had not settled"
     svg = as_svg(headline(build(**tables)))
     assert "Not drawn: small, since plain PyTorch does not count: the samples had not" in svg
@@ -52,9 +52,9 @@ def test_headline_dates_the_rows_it_draws(build: Build) -> None:
     tables = sample.merged(H200, sample.steps(sample.THREE))
     day = {"device": sample.GPU, "view_name": "speedup", "origin": "recorded"}
     for row, question in zip(tables["speedup"], ("a", "b", "c"), strict=True):
-        row["question"] = question
+        row["comparison_key"] = question
     tables["recording_days"] = [
-        day | {"question": question, "first_day": date, "last_day": date}
+        day | {"comparison_key": question, "first_day": date, "last_day": date}
         for question, date in (("a", "2026-02-01"), ("c", "2026-02-03"), ("other", "2026-05-01"))
     ]
     assert "recorded 2026-02-01 to 2026-02-03." in as_svg(headline(build(**tables)))

@@ -1,4 +1,4 @@
-"""Published tables equal those of the recorded rows, and the ten questions have answers."""
+"""Tests that published tables equal those of the recorded rows, and that queries have answers."""
 
 import re
 from collections.abc import Iterator
@@ -22,37 +22,30 @@ def recorded(recorded_database: Path) -> Iterator[duckdb.DuckDBPyConnection]:
         yield connection
 
 
-def test_published_tables_are_those_of_the_recorded_rows(recorded):
-    for path, text in report.documents(recorded).items():
+def test_published_tables_are_those_of_the_recorded_rows_and_topics_have_pages(recorded):
+    texts = report.documents(recorded)
+    for path, text in texts.items():
         assert path.read_text() == text, f"{path} differs from the recorded rows: run make report"
+    for page in report.PAGES.glob("*.md"):
+        assert page in texts and f"]({page})" in texts[report.RESULTS]
+    assert not any("topic:" in text for text in texts.values())
 
 
-@pytest.fixture
-def one_query(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """All of them take ten seconds."""
+def test_a_block_is_filled_and_one_that_names_no_query_is_refused(recorded, monkeypatch, tmp_path):
+    """Runs one query: all of them take ten seconds."""
     (query,) = report.QUERIES.glob("*_gates.sql")
     (tmp_path / query.name).write_text(query.read_text())
+    readme = tmp_path / "README.md"
     monkeypatch.setattr(report, "QUERIES", tmp_path)
-
-
-@pytest.mark.usefixtures("one_query")
-def test_a_block_that_names_no_query_is_refused(recorded, monkeypatch, tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text("<!-- report: gate -->\n<!-- end -->\n")
     monkeypatch.setattr(report, "WITH_BLOCKS", (readme,))
-    with pytest.raises(ValueError, match="'gate'.*must be one of gates, catalog"):
-        report.documents(recorded)
-
-
-@pytest.mark.usefixtures("one_query")
-def test_a_block_is_filled_and_what_is_around_it_stays(recorded, monkeypatch, tmp_path):
-    readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- report: gates -->\nold\n<!-- end -->\nafter\n")
-    monkeypatch.setattr(report, "WITH_BLOCKS", (readme,))
     text = report.documents(recorded)[readme]
     assert text.startswith("before\n<!-- report: gates -->\n\n| device |")
     assert text.endswith("|\n\n<!-- end -->\nafter\n")
     assert "old" not in text
+    readme.write_text("<!-- report: gate -->\n<!-- end -->\n")
+    with pytest.raises(ValueError, match="'gate'.*must be one of gates, catalog"):
+        report.documents(recorded)
 
 
 def test_text_that_all_rows_share_stands_below_the_table():
@@ -66,13 +59,6 @@ def test_text_that_all_rows_share_stands_below_the_table():
     other = [*rows, ("c", 1.5, 3, "same")]
     assert report._short(names, other) == report._markdown(names, other)
     assert report._short(names, rows[:1]) == report._markdown(names, rows[:1])
-
-
-def test_sections_with_a_topic_have_a_page(recorded):
-    texts = report.documents(recorded)
-    for page in report.PAGES.glob("*.md"):
-        assert page in texts and f"]({page})" in texts[report.RESULTS]
-    assert not any("topic:" in text for text in texts.values())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)

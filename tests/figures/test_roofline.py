@@ -1,15 +1,14 @@
-"""Figure `roofline` says which of our operators comes nearest to what its device can do."""
+"""Tests which of our operators figure `roofline` names, and beside whom."""
 
 import re
 
 import vl_convert
 
 from tests.figures import conftest as sample
-from tests.figures.conftest import H200, Build, as_svg, title
-from tnp.figures import draw
+from tests.figures.conftest import Drawn, as_svg, title
 
 
-def test_roofline_names_the_peer_at_the_same_shape(build: Build) -> None:
+def test_roofline_names_the_peer_at_the_same_shape(drawn: Drawn) -> None:
     shares = {
         ("separate", "mid"): 0.6,
         ("sdpa_cudnn", "mid"): 0.7,
@@ -17,18 +16,18 @@ def test_roofline_names_the_peer_at_the_same_shape(build: Build) -> None:
         ("sdpa_cudnn", "small"): 0.9,
         ("separate", "small"): 0.1,
     }
-    found = title(draw("roofline", build(**sample.merged(H200, sample.roofline_rows(shares)))))
+    found = title(drawn("roofline", sample.roofline_rows(shares)))
     assert found == (
         "Attention forward of our deterministic attention reaches 60% of the NVIDIA H200 roofline "
         "at mid; FlashAttention 4 reaches 80%"
     )
 
 
-def test_roofline_of_an_operator_without_operations_is_its_share_of_the_copy(build: Build) -> None:
+def test_roofline_of_an_operator_without_operations_is_its_share_of_the_copy(drawn: Drawn) -> None:
     tables = sample.roofline_rows({("fused", "small"): 0.9, ("torch", "small"): 0.4})
     for row in tables["roofline"]:
         row |= {"op": "rms_norm", "tflops": None, "intensity": 0.0, "gb_per_s": 3780.0}
-    chart = draw("roofline", build(**sample.merged(H200, tables)))
+    chart = drawn("roofline", tables)
     assert title(chart) == (
         "RMSNorm forward of ours reaches 90% of the NVIDIA H200 roofline at small; "
         "PyTorch reaches 40%"
@@ -37,15 +36,15 @@ def test_roofline_of_an_operator_without_operations_is_its_share_of_the_copy(bui
 
 
 def test_roofline_names_what_failed_and_draws_no_line_where_nothing_was_timed(
-    build: Build,
+    drawn: Drawn,
 ) -> None:
     shares = {("fa4", "mid"): "timeout", ("separate", "mid"): 0.6, ("separate", "small"): "oom"}
     tables = sample.roofline_rows(shares)
     tables["roofline"][0]["reason"] = "\x1b[91merror\x1b[0m"  # which no SVG may hold
-    svg = as_svg(draw("roofline", build(**sample.merged(H200, tables))))
+    svg = as_svg(drawn("roofline", tables))
     assert "FlashAttention 4 (timed out) at mid" in svg
     assert "our deterministic attention (out of memory) at small" in svg
     assert len(re.findall(r">small</text>", svg)) == 0
 
     failed = sample.roofline_rows({("separate", "mid"): "oom"})
-    assert "nothing was timed" in as_svg(draw("roofline", build(**sample.merged(H200, failed))))
+    assert "nothing was timed" in as_svg(drawn("roofline", failed))

@@ -8,19 +8,19 @@ CELLS = ("plain", "checkpoint", "cuda_graph", "checkpoint_cuda_graph")
 # View → its columns; `test_views.py` holds workflow/sql to them.
 VIEWS = {
     "environments": "device text, device_name text, memory_bytes bigint, recorded_at timestamptz",
-    "recording_days": "view_name text, device text, question text, origin text, first_day date,"
-    " last_day date",
+    "recording_days": "view_name text, device text, comparison_key text, origin text,"
+    " first_day date, last_day date",
     "step_summary": f"device text, {SWITCHES}, dtype text, n_runs bigint, status text",
-    "speedup": f"device text, question text, {SHAPE}, {SWITCHES}, role text, {OUTCOME},"
-    " counts boolean, why_not text, dtype text, step_ms double, verdict text, verdict_best text,"
+    "speedup": f"device text, comparison_key text, {SHAPE}, {SWITCHES}, role text, {OUTCOME},"
+    " valid boolean, why_not text, dtype text, step_ms double, verdict text, verdict_best text,"
     " baseline_step_ms double, speedup double, speedup_low double, speedup_high double,"
     " best_pytorch_step_ms double, speedup_best double, speedup_best_low double,"
     " speedup_best_high double, why_no_speedup text, fastest boolean, leads boolean,"
-    " varies boolean",
+    " winner boolean, varies boolean",
     "memory": f"device text, {SHAPE}, {SWITCHES}, role text, optimizer boolean, {OUTCOME},"
-    " counts boolean, why_not text, peak_memory_gib double, varies boolean",
+    " valid boolean, why_not text, peak_memory_gib double, varies boolean",
     "stage_share": f"device text, {SHAPE}, dtype text, {SWITCHES}, role text, stage text,"
-    " pass text, counts boolean, time_ms double, n_kernels bigint, step_ms double, share double,"
+    " pass text, valid boolean, time_ms double, n_kernels bigint, step_ms double, share double,"
     " fastest boolean",
     "training_curves": "device text, run text, variant text, source text, batch integer,"
     " n_context integer, n_target integer, dtype text, seed integer, step integer, loss double,"
@@ -32,12 +32,12 @@ VIEWS = {
     " baseline_variant text, first_step integer, last_step integer, mean_difference double,"
     " difference_low double, difference_high double, is_null_pair boolean, margin double,"
     " equivalent boolean",
-    "roofline": f"device text, question text, op text, pass text, implementation text,"
-    " role text, own boolean, counts boolean, shape text, batch integer, dtype text,"
+    "roofline": f"device text, comparison_key text, op text, pass text, implementation text,"
+    " role text, own boolean, valid boolean, shape text, batch integer, dtype text,"
     " time_ms double, tflops double, gb_per_s double, intensity double, ceiling_tflops double,"
     " ceiling_gb_per_s double, bound text, roofline_tflops double, flops double,"
     f" share_of_roofline double, share_low double, share_high double, {OUTCOME}, why_not text",
-    "operator_speedup": "device text, question text, op text, pass text, implementation text,"
+    "operator_speedup": "device text, comparison_key text, op text, pass text, implementation text,"
     " own boolean, shape text, config_id text, dtype text, batch integer, problem text,"
     " time_ms double, share_of_roofline double, best_peer_implementation text,"
     " speedup_best double, speedup_best_low double, speedup_best_high double, verdict_best text",
@@ -61,11 +61,11 @@ VIEWS = {
     " gain_alone_ms double, gain_alone_low_ms double, gain_alone_high_ms double,"
     " speedup_alone double, gain_last_ms double, gain_last_low_ms double,"
     " gain_last_high_ms double, speedup_last double, verdict_last text, verdict_alone text,"
-    " counts boolean, why_not text",
+    " valid boolean, why_not text",
     "matrix": f"device text, {SHAPE}, variant text, "
     + ", ".join(
         f"{cell}_step_ms double, {cell}_peak_memory_gib double, {cell}_speedup double,"
-        f" {cell}_status text, {cell}_counts boolean, {cell}_fastest boolean,"
+        f" {cell}_status text, {cell}_valid boolean, {cell}_fastest boolean, {cell}_winner boolean,"
         f" {cell}_why_no_speedup text"
         for cell in CELLS
     ),

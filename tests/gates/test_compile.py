@@ -1,4 +1,4 @@
-"""Every committed configuration compiles for its targets; what is wrong with one would show."""
+"""Tests that every committed configuration compiles for its targets, and that faults show."""
 
 import json
 import os
@@ -23,7 +23,7 @@ TABLE = tuned_tables.COMMITTED / "nvidia-h200.json"
 # After a decorator, which may end in a line of its own.
 KERNEL = re.compile(r"^[@)].*\ndef _?(\w+)_kernel\(", re.MULTILINE)
 
-# Of CUDA C++, the kernel of each implementation.
+# The kernel of each implementation in CUDA C++.
 IN_CUDA = {
     ("softmax", "three_passes"): "softmax_three_passes",
     ("softmax", "one_pass"): "softmax_one_pass",
@@ -105,7 +105,7 @@ def in_child(script: str) -> list[dict]:
 
 
 def in_cuda_that_compiles() -> set[str]:
-    """Where there is no compiler, or CUTLASS is missing, these are refused with the reason."""
+    """Returns the kernels in CUDA C++ that compile here. Others are refused with the reason."""
     if nvrtc.missing():
         return set()
     return set(IN_CUDA.values()) - ({"attention_cute"} if nvrtc.missing_for_cute() else set())
@@ -151,7 +151,7 @@ def test_every_kernel_compiles_for_every_target_as_it_should():
 
 @pytest.fixture(scope="module")
 def compiled() -> list[dict]:
-    """Rows of forward kernels with good and bad tiles, compiled by one process."""
+    """Returns rows of forward kernels with good and bad tiles, compiled by one process."""
     sizes = (
         ("float32", 64, "16, 16, 4, 1"),
         ("float32", 64, "128, 32, 4, 1"),
@@ -266,7 +266,7 @@ def test_a_result_is_kept_for_its_own_code_alone(collected):
 
 
 class FakeJob:
-    """A job that is compiled in a forked process, of `spill` bytes; `asked` is what it is."""
+    """Stands for a job of `spill` bytes that a forked process compiles; `asked` is its code."""
 
     def __init__(self, asked: str, spill: int = 0) -> None:
         self.asked, self.spill = asked, spill
@@ -283,7 +283,7 @@ class FakeJob:
         return compiled | numbers
 
 
-def test_what_is_kept_is_not_compiled_and_what_spilled_stays_red(tmp_path, monkeypatch):
+def test_kept_results_are_not_compiled_and_spills_stay_red(tmp_path, monkeypatch):
     monkeypatch.setattr(kept, "code", lambda job: job.asked)
     path = tmp_path / "compiled.csv"
     first = list(compilation.rows_of([FakeJob("a"), FakeJob("b", spill=16)], path))
@@ -301,7 +301,7 @@ def test_what_is_kept_is_not_compiled_and_what_spilled_stays_red(tmp_path, monke
         list(compilation.rows_of([FakeJob("d", spill=-1)], path))
 
 
-def test_what_is_kept_is_what_the_compiler_says():
+def test_kept_results_equal_the_compilers():
     """Compiles one of the fastest kernels anew, and compares with its kept result."""
     script = """
 import json
@@ -323,7 +323,7 @@ def test_a_configuration_that_does_not_compile_is_named(monkeypatch):
 
 
 def test_every_operation_that_a_table_names_is_compiled_as_it_says():
-    """Also where a configuration is no candidate with lengths of samples given."""
+    """This includes configurations that are no candidates with lengths of samples."""
     own = {operation.name for operation in (SEPARATE, FUSED)}
     entries = [one for one in tuned_tables.table(TABLE) if one["of"] in own]
     forced = [launch.call.args[-1] for launch in launches._of_tables(OPERATOR)]
@@ -337,7 +337,7 @@ def test_every_operation_that_a_table_names_is_compiled_as_it_says():
         assert (entry["of"], entry["choice"], entry["config"]) in compiled
 
 
-def test_what_a_table_names_is_compiled_with_lengths_where_it_can_be():
+def test_configurations_of_a_table_are_compiled_with_lengths_where_possible():
     problems = [launch.call.args[2] for launch in launches._of_tables(OPERATOR)]
     counted = [problem for problem in problems if problem["n_keys"]]
     assert counted and len(counted) < len(problems)  # some configurations take none

@@ -1,4 +1,4 @@
-"""Every gate of the model on this device, but for those that are run elsewhere."""
+"""Runs every gate of the model on this device, except those that run elsewhere."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The variants that gates of the model run."""
+"""Tests the variants that gates of the model run."""
 
 import torch
 

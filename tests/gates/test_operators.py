@@ -1,5 +1,6 @@
-"""The generic gate: green of all that is ours, and red of each thing that it is there to find."""
+"""Tests that the generic gate is green for all of ours, and red for each fault."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -150,7 +151,10 @@ def red(checks: list) -> list[str]:
 
 
 def changed(kernel, change):
-    """The kernel, what it launches passed through `change(result, n)`; `n` counts launches."""
+    """Returns the kernel with its results passed through `change(results, inputs, n)`.
+
+    `n` counts launches.
+    """
     launches = []
 
     def prepare(call, config, inputs):
@@ -158,14 +162,14 @@ def changed(kernel, change):
 
         def changed_launch(inputs, scalars):
             launches.append(None)
-            return change(launch(inputs, scalars), len(launches))
+            return change(launch(inputs, scalars), inputs, len(launches))
 
         return changed_launch
 
     return replace(kernel, prepare=prepare)
 
 
-def test_without_a_fault_it_is_green_and_names_what_it_tested(of_swiglu):
+def test_without_a_fault_it_is_green_and_names_its_tests(of_swiglu):
     checks = of_swiglu()
     assert red(checks) == []
     assert {check.implementation for check in checks} == {"triton"}
@@ -186,7 +190,7 @@ FORWARD = triton_swiglu.FORWARD
 
 
 def raising(error, at_width):
-    """The forward kernel, which raises an error at the case of one width."""
+    """Returns the forward kernel, which raises an error at the case of one width."""
 
     def prepare(call, config, inputs):
         if call.problem["width"] == at_width:
@@ -234,135 +238,93 @@ def test_a_case_that_does_not_fit_is_left_out_with_its_reason(of_swiglu, monkeyp
     assert rows[-1]["status"] == "killed" and "other processes hold 14" in rows[-1]["reason"]
 
 
-def test_a_wrong_gradient_is_red(of_swiglu):
-    """It is wrong by some 25 roundings: budgets are that narrow."""
+def output(change):
+    """Returns a change of results that passes y through `change(y, inputs, n)`."""
 
-    def wrong(gradients, n):
-        dgate, dup = gradients
-        return dgate, None if dup is None else dup * (1 + 3e-6)
+    def of_results(results, inputs, n):
+        (y,), saved = results
+        return (change(y, inputs, n),), saved
 
-    found = red(of_swiglu(backward=changed(triton_swiglu.BACKWARD, wrong)))
-    assert "dup against float64, " + str(_cases()[0]) in found
-    assert not any(what.startswith("dgate") for what in found)
+    return of_results
 
 
-def test_a_gradient_that_is_wrong_alone_is_red(of_swiglu):
-    def wrong(gradients, n):
-        return (
-            gradients
-            if None not in gradients
-            else tuple(None if x is None else -x for x in gradients)
-        )
-
-    found = red(of_swiglu(backward=changed(triton_swiglu.BACKWARD, wrong)))
-    assert found and all("alone" in what for what in found)
+def wrong_by_25_roundings(gradients, inputs, n):
+    dgate, dup = gradients
+    return dgate, None if dup is None else dup * (1 + 3e-6)
 
 
-def test_a_missing_gradient_is_red(of_swiglu):
-    found = red(of_swiglu(backward=changed(triton_swiglu.BACKWARD, lambda g, n: (g[0], None))))
-    assert any(what.startswith("dup against float64") for what in found)
+def wrong_alone(gradients, inputs, n):
+    if None not in gradients:
+        return gradients
+    return tuple(None if x is None else -x for x in gradients)
 
 
-def test_a_gradient_that_nobody_asked_for_is_red(of_swiglu):
-    def both(gradients, n):
-        given = next(x for x in gradients if x is not None)
-        return tuple(torch.zeros_like(given) if x is None else x for x in gradients)
-
-    found = red(of_swiglu(backward=changed(triton_swiglu.BACKWARD, both)))
-    assert found and all("`Kernel.empty`" in what and "alone" in what for what in found)
+def nobody_asked(gradients, inputs, n):
+    given = next(x for x in gradients if x is not None)
+    return tuple(torch.zeros_like(given) if x is None else x for x in gradients)
 
 
-def test_another_layout_than_a_compiler_is_told_is_red(of_swiglu):
-    def transposed(result, n):
-        (y,), saved = result
-        return (y.mT.contiguous().mT,), saved
-
-    found = red(of_swiglu(forward=changed(triton_swiglu.FORWARD, transposed)))
-    assert found and all("laid out as `Kernel.empty` says" in what for what in found)
+@output
+def moving(y, inputs, n):
+    return y * (1 + n % 2 * 1.2e-7)
 
 
-def test_another_dtype_than_pytorchs_is_red(of_swiglu):
-    def narrow(result, n):
-        (y,), saved = result
-        return (y.half(),), saved
-
-    found = red(of_swiglu(forward=changed(triton_swiglu.FORWARD, narrow)))
-    assert any(what.startswith("y against float64") for what in found)
-
-
-def moving(result, n):
-    (y,), saved = result
-    return (y * (1 + n % 2 * 1.2e-7),), saved
+@output
+def left_as_it_was(y, inputs, n):
+    out = y.new_empty(y.shape)
+    if not any(isinstance(mode, Poisoned) for mode in _get_current_dispatch_mode_stack()):
+        out.zero_()  # as such memory often is, whatever was freed before
+    fresh = out[-1, -1].isnan()
+    out.copy_(y)
+    out[-1, -1] = torch.where(fresh, out.new_tensor(float("nan")), y[-1, -1])
+    return out
 
 
-def test_what_moves_between_runs_is_red_unless_it_may(of_swiglu):
+@output
+def read_past_the_end(y, inputs, n):
+    gate = inputs[0]
+    size = gate.untyped_storage().nbytes() // gate.element_size()
+    end = gate.storage_offset() + gate.numel()
+    beyond = gate.as_strided((1,), (1,), min(end, size - 1))
+    return y + (beyond if end < size else 0) * 0
+
+
+@output
+def input_written(y, inputs, n):
+    inputs[1].detach().mul_(-1)
+    return y
+
+
+# A kernel, a fault, the start of a check that must turn red, and what every red check has.
+FAULTS = [
+    ("backward", wrong_by_25_roundings, "dup against float64", "^dup"),
+    ("backward", wrong_alone, "d", "alone"),
+    ("backward", lambda gradients, *_: (gradients[0], None), "dup against float64", ""),
+    ("backward", nobody_asked, "laid out", "`Kernel.empty`.*alone"),
+    ("forward", output(lambda y, *_: y.mT.contiguous().mT), "laid out", "laid out as `Kernel.emp"),
+    ("forward", output(lambda y, *_: y.half()), "y against float64", ""),
+    ("forward", left_as_it_was, "memory full of NaN", "^memory full of NaN"),
+    ("forward", read_past_the_end, "memory full of NaN", "^memory full of NaN"),
+    ("forward", input_written, "inputs are left alone", ""),
+]
+
+
+@pytest.mark.parametrize("kernel, fault, some, every", FAULTS)
+def test_a_fault_is_red(of_swiglu, kernel, fault, some, every):
+    found = red(of_swiglu(**{kernel: changed(getattr(triton_swiglu, kernel.upper()), fault)}))
+    assert any(what.startswith(some) for what in found)
+    assert all(re.search(every, what) for what in found)
+
+
+def test_a_result_that_moves_between_runs_is_red_unless_it_may(of_swiglu):
     kernel = changed(triton_swiglu.FORWARD, moving)
     found = red(of_swiglu(forward=kernel, budget=Budget(10.0, 10.0)))
     assert found and all(what.startswith(("repeats", "memory")) for what in found)
     may = replace(kernel, nondeterministic=("y",))
     assert red(of_swiglu(forward=may, budget=Budget(10.0, 10.0))) == []
-
-
-def test_what_may_move_is_held_to_its_bound(of_swiglu):
-    def far(result, n):
-        (y,), saved = result
-        return (y * (1 + (n == 2)),), saved
-
-    may = replace(changed(triton_swiglu.FORWARD, far), nondeterministic=("y",))
-    assert any(what.startswith("y, repeats") for what in red(of_swiglu(forward=may)))
-
-
-def test_memory_that_is_left_as_it_was_is_red(of_swiglu):
-    def prepare(call, config, inputs):
-        launch = triton_swiglu.prepare(call, config, inputs)
-
-        def leaves_one(inputs, scalars):
-            (y,), saved = launch(inputs, scalars)
-            out = y.new_empty(y.shape)
-            if not any(isinstance(mode, Poisoned) for mode in _get_current_dispatch_mode_stack()):
-                out.zero_()  # as such memory often is, whatever was freed before
-            fresh = out[-1, -1].isnan()
-            out.copy_(y)
-            out[-1, -1] = torch.where(fresh, out.new_tensor(float("nan")), y[-1, -1])
-            return (out,), saved
-
-        return leaves_one
-
-    found = red(of_swiglu(forward=replace(triton_swiglu.FORWARD, prepare=prepare)))
-    assert found and all(what.startswith("memory full of NaN") for what in found)
-
-
-def test_a_read_past_the_end_is_red(of_swiglu):
-    def prepare(call, config, inputs):
-        launch = triton_swiglu.prepare(call, config, inputs)
-
-        def reads_on(inputs, scalars):
-            (y,), saved = launch(inputs, scalars)
-            gate = inputs[0]
-            size = gate.untyped_storage().nbytes() // gate.element_size()
-            end = gate.storage_offset() + gate.numel()
-            beyond = gate.as_strided((1,), (1,), min(end, size - 1))
-            return (y + (beyond if end < size else 0) * 0,), saved
-
-        return reads_on
-
-    found = red(of_swiglu(forward=replace(triton_swiglu.FORWARD, prepare=prepare)))
-    assert found and all(what.startswith("memory full of NaN") for what in found)
-
-
-def test_an_input_that_is_written_to_is_red(of_swiglu):
-    def prepare(call, config, inputs):
-        launch = triton_swiglu.prepare(call, config, inputs)
-
-        def writes(inputs, scalars):
-            result = launch(inputs, scalars)
-            inputs[1].detach().mul_(-1)
-            return result
-
-        return writes
-
-    found = red(of_swiglu(forward=replace(triton_swiglu.FORWARD, prepare=prepare)))
-    assert any(what.startswith("inputs are left alone") for what in found)
+    far = changed(triton_swiglu.FORWARD, output(lambda y, inputs, n: y * (1 + (n == 2))))
+    far = replace(far, nondeterministic=("y",))
+    assert any(what.startswith("y, repeats") for what in red(of_swiglu(forward=far)))
 
 
 def test_a_control_that_passes_is_red(of_swiglu):
@@ -377,7 +339,7 @@ def test_a_control_that_shows_in_one_case_alone_is_enough(of_swiglu):
     assert red(of_swiglu(controls={"wide rows scaled": wide})) == []
 
 
-def test_what_serves_no_case_is_unsupported_with_the_reason(of_swiglu):
+def test_an_implementation_without_a_case_is_unsupported_with_the_reason(of_swiglu):
     own = Implementation("elsewhere", run=OPERATOR.reference, supported=lambda call: "not here")
     with pytest.raises(Unsupported, match="^not here$"):
         of_swiglu(implementation=own, name="elsewhere")

@@ -33,7 +33,7 @@ emulates = pytest.mark.skipif(emulation.COMPILER is None, reason="g++ is not ins
 
 @pytest.fixture
 def here(monkeypatch):
-    """As where a compiler is, whose kernels then run on this CPU."""
+    """Pretends that a compiler is here. Kernels then run on this CPU."""
     nvrtc.missing.cache_clear()
     monkeypatch.setattr(nvrtc, "_is_installed", lambda module: True)
     monkeypatch.setattr(nvrtc, "_nvrtc_is_here", lambda: True)
@@ -55,7 +55,7 @@ ROWS = partial(refused, "softmax", rows=9)
 HEADS = partial(refused, "attention", "wmma", batch=1, n_heads=4, n_q=9, n_k=9)
 
 
-def test_what_cuda_does_not_take_is_refused_in_a_sentence(here):
+def test_cuda_refuses_in_a_sentence(here):
     assert ROWS("three_passes", "float32", width=200_000) is None
     assert ROWS("one_pass", "float32", width=32_768) is None
     assert "32768 at most, not 32769" in ROWS("one_pass", "float32", width=32_769)
@@ -78,10 +78,10 @@ def test_cute_needs_cutlass_and_nvcc(here, monkeypatch):
     assert "pip install './lab[cute]'" in cute("float16")
     monkeypatch.setattr(nvrtc, "cutlass", lambda: "/somewhere")
     monkeypatch.setattr(nvrtc.shutil, "which", lambda name: None)
-    assert cute("float16").startswith("nvcc is not here")
+    assert cute("float16").startswith("nvcc, which compiles sources with CUTLASS, is not here")
     monkeypatch.setattr(nvrtc.shutil, "which", lambda name: name)
     assert cute("float16") is None
-    assert "8.0 and newer" in cute("float16", target=devices.of_capability(75))
+    assert "8.0 or newer" in cute("float16", target=devices.of_capability(75))
 
 
 def test_the_headers_of_cutlass_are_found_where_a_wheel_puts_them(monkeypatch, tmp_path):
@@ -98,7 +98,7 @@ def test_the_headers_of_cutlass_are_found_where_a_wheel_puts_them(monkeypatch, t
     nvrtc.cutlass.cache_clear()
 
 
-def test_what_is_not_installed_is_named(monkeypatch):
+def test_a_missing_package_is_named(monkeypatch):
     nvrtc.missing.cache_clear()
     monkeypatch.setattr(nvrtc, "_is_installed", lambda module: False)
     assert "pip install './lab[cuda]'" in HEADS("float16", head_dim=64)
@@ -145,7 +145,7 @@ def test_16_bytes_are_read_at_once_where_every_row_begins_at_them():
 
 
 def bound(op: str, name: str, case, options=()) -> launch.Bound:
-    """The launch of a case's inputs on the meta device, where nothing runs."""
+    """Returns the launch of a case's inputs on the meta device, where nothing runs."""
     from tnp.ops._shared.random_values import Random
 
     operator, noted = catalog().operator(op), []
@@ -189,7 +189,7 @@ def test_a_launch_is_noted_with_the_hash_of_its_source(here):
 
 
 def judged(op: str, name: str, case, wanted=()) -> list[tuple[str, float, float]]:
-    """Results of a case against float64, where what is not written is NaN."""
+    """Judges results of a case against float64. Memory that is not written is NaN."""
     operator = catalog().operator(op)
     found = catalog().load(op, name)
     setting = replace(Setting.of(operator, found, case, DEVICE), wanted=wanted)
@@ -212,12 +212,14 @@ def assert_within_budget(*arguments, **named):
         assert ratio <= allowed, result
 
 
+STRIDED = ("bfloat16", 9, 100, {"batch": 3, "start": 1})  # and not at multiples of 16 bytes
 SOFTMAX = [
-    ("float16", 9, 64, {}),  # rows that share blocks, the last of which is not full
-    ("bfloat16", 9, 100, {"batch": 3, "start": 1}),  # strided, and not at multiples of 16 bytes
-    ("float32", 5, 1000, {"masked": 3, "magnitude": 1e3}),
-    ("float32", 3, 1, {}),
-    ("bfloat16", 2, 32_768, {}),
+    ("one_pass", "float16", 9, 64, {}),  # rows that share blocks, the last of which is not full
+    ("one_pass", *STRIDED),
+    ("one_pass", "bfloat16", 2, 32_768, {}),
+    ("three_passes", *STRIDED),
+    ("three_passes", "float32", 5, 1000, {"masked": 3, "magnitude": 1e3}),
+    ("three_passes", "float32", 3, 1, {}),
 ]
 ATTENTION = [  # two heads share keys
     ("bfloat16", 33, 70, 64, {"n_kv_heads": 2}),
@@ -228,15 +230,14 @@ ATTENTION = [  # two heads share keys
 
 
 @emulates
-@pytest.mark.parametrize("dtype, rows, width, drawn", SOFTMAX)
-@pytest.mark.parametrize("name", ["three_passes", "one_pass"])
+@pytest.mark.parametrize("name, dtype, rows, width, drawn", SOFTMAX)
 def test_softmax_is_within_its_budget(name, dtype, rows, width, drawn, here):
     assert_within_budget("softmax", name, softmax.OPERATOR.case(dtype, rows, width, **drawn))
 
 
 @emulates
 @pytest.mark.parametrize("name", ["three_passes", "one_pass"])
-def test_softmax_of_what_is_not_finite_goes_the_way_of_pytorch(name, here):
+def test_softmax_of_infinities_and_nan_equals_pytorchs(name, here):
     x = torch.randn(6, 130, generator=torch.Generator().manual_seed(0))
     x[0, :70] = x[1, 60:] = x[2] = -INF
     x[3, 77], x[4, 66], x[5] = INF, float("nan"), -3e38
@@ -325,7 +326,7 @@ def test_every_compiler_that_is_here_builds_for_a_gpu_that_is_not():
 
 
 @compiles
-def test_what_does_not_compile_says_so_with_the_compilers_message(monkeypatch):
+def test_a_fault_in_a_source_ends_in_the_compilers_message(monkeypatch):
     for name, by in compilers():
         monkeypatch.setattr(nvrtc, "_nvrtc_is_here", lambda name=name: name == "nvrtc")
         with pytest.raises(nvrtc.CompilationError) as raised:

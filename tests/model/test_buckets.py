@@ -1,4 +1,4 @@
-"""Sizes that vary: what they are rounded to, how many there are, and that padding is exact."""
+"""Tests how sizes that vary are rounded, how many there are, and that padding is exact."""
 
 import logging
 import random
@@ -10,6 +10,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests.model.test_transformer_np import CONFIG, build, make_task
+from tests.refusals import assert_refused
 from tests.replays import Replays
 from tnp.model.buckets import Buckets, rounded
 from tnp.train import step_graphs
@@ -88,16 +89,20 @@ def test_more_sizes_than_graphs_run_eagerly_and_that_is_said_once(caplog, monkey
     assert "1 sizes of tasks were met" in caplog.text
 
 
-def test_without_buckets_a_captured_step_refuses_other_sizes():
+def test_without_buckets_a_captured_step_refuses_what_it_was_not_captured_for():
     step, _ = replaying(None)
-    step(make_task())
-    with pytest.raises(ValueError, match=r"does not fit the captured step's .*buckets"):
-        step(make_task(n_context=9))
-    lengths = torch.full((2,), 7, dtype=torch.int32)
-    task = make_task()
-    with pytest.raises(ValueError, match="either all its tasks have them, or none"):
-        step(task.padded(task.n_context, task.n_target))
-    assert lengths.tolist() == task.padded(7, 5).context_lengths.tolist()
+    for _ in range(5):
+        step(make_task())
+    task = make_task().padded(7, 5)
+    assert task.context_lengths.tolist() == [7, 7]
+    assert_refused(
+        (lambda: step(make_task(n_context=9)), r"does not fit the captured step's .*buckets"),
+        (lambda: step(task), "all its tasks must have them, or none"),
+        (lambda: step(make_task(), make_task()), "the captured step takes 1 tasks, not 2"),
+    )
+    step.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+    with pytest.raises(RuntimeError, match="the optimizer's learning rate was replaced"):
+        step(make_task())
 
 
 @pytest.mark.parametrize("sizes", [(0, 5), (5, 2.0), (-1, 5)])
@@ -116,17 +121,6 @@ def test_tasks_whose_gradients_are_added_up_share_a_bucket():
     assert 0 < captures.captured <= len(buckets)
 
 
-def test_a_captured_step_notices_another_number_of_tasks_and_another_rate():
-    step, captures = replaying(None)
-    for _ in range(5):
-        step(make_task())
-    with pytest.raises(ValueError, match="the captured step is of 1 tasks, not 2"):
-        step(make_task(), make_task())
-    step.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
-    with pytest.raises(RuntimeError, match="the optimizer's learning rate was replaced"):
-        step(make_task())
-
-
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
 @torch._inductor.config.patch({"force_disable_caches": True, "cpp.simdlen": 1})  # no vectors
 def test_a_compiled_step_is_the_uncompiled_one_at_every_size():
@@ -139,6 +133,7 @@ def test_a_compiled_step_is_the_uncompiled_one_at_every_size():
     for compile_ in (False, True):
         model = build(config, skip_unread=True, compile=compile_, pack=True)
         step = TrainingStep(model, learning_rate=1e-2, buckets=Buckets(40, 90))
+        assert (step.nll == model.nll) != compile_
         step._pads = True  # as where a graph is captured, which a CPU has not
         torch._dynamo.reset()
         counters.clear()

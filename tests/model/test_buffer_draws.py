@@ -1,4 +1,4 @@
-"""Draws by the causal buffer: each is made of predictions under the mask."""
+"""Tests that draws by the causal buffer are made of predictions under the mask."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def means(monkeypatch, config, n_rows: int) -> None:
 @lengths
 @pytest.mark.parametrize("n_target", [1, ROOM + 1, 2 * ROOM + 3])
 def test_draws_are_made_of_predictions_under_the_mask(lengths, n_target, monkeypatch):
-    """By their means, so that both ways must come to the same."""
+    """Compares draws by their means, so that both ways must come to the same."""
     model, task = exact(replace(WITH, sigma_min=0.1)), task_of(n_target, lengths)
     means(monkeypatch, model.config, n_rows=4)
     drawn = model.sample_jointly(task.context, task.x_target, n_samples=2)

@@ -1,12 +1,14 @@
-"""The causal buffer: against the computation in full under a mask, and what nobody may see."""
+"""Compares the causal buffer with the computation in full under a mask."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.buffers import F64, LENGTHS, ROOM, WITH, assert_equal, exact, lengths, task_of, with_role
+from tests.model.test_prediction import in_units
 from tests.model.test_transformer_np import CONFIG, build, make_task
+from tests.refusals import assert_refused
 from tnp.dispatch import devices as targets
 from tnp.dispatch import spec as contract
 from tnp.gates.buffer import in_training, masked_log_density, masked_loss, one_by_one
@@ -17,7 +19,6 @@ from tnp.model.transformer_np import TransformerNP
 from tnp.ops.kv_cache import append_kernel
 from tnp.ops.mixture_nll import mixture_nll
 from tnp.tasks.gaussian_process import GaussianProcessTasks
-from tnp.tasks.normalization import Normalization
 from tnp.tasks.task import Context, Task
 from tnp.train.step import TrainingStep
 from tnp.util import tensor_archive
@@ -32,15 +33,10 @@ def test_the_density_of_one_pass_is_that_under_the_mask(lengths, skip_unread, re
     spec = {"skip_unread": skip_unread, "recompute_above": recompute_above}
     model, task = exact(**spec), task_of(ROOM + 1, lengths)
     expected = masked_log_density(model, task)
+    with torch.no_grad():
+        assert_equal(one_by_one(model, task), expected)
     assert_equal(log_densities(model, task.context, task.x_target, task.y_target), expected)
     assert_equal(model.joint_log_density(task), expected.sum(1))
-
-
-@lengths
-def test_points_that_enter_one_by_one_give_the_density_under_the_mask(lengths):
-    model, task = exact(), task_of(ROOM + 1, lengths)
-    with torch.no_grad():
-        assert_equal(one_by_one(model, task), masked_log_density(model, task))
 
 
 def test_more_dimensions_than_one():
@@ -74,12 +70,6 @@ def test_half_of_the_targets_see_the_buffer_and_each_prefix_as_often(n_target, r
     assert len(entering) == n and set(counts[1:]) == {n_target // (2 * n)}
     assert sum(counts[1:]) <= n_target / 2 < sum(counts[1:]) + n
     assert all(place < at for at, n_seen in enumerate(seen) for place in entering[:n_seen])
-
-
-def test_one_target_is_trained_on_without_the_buffer():
-    model, task = exact(), task_of(1)
-    parameters = model(task.x_context, task.y_context, task.x_target)
-    assert_equal(model.loss(task), mixture_nll(parameters, task.y_target))
 
 
 def test_what_stands_in_padding_reaches_no_loss_and_no_gradient():
@@ -158,6 +148,9 @@ def test_a_context_is_a_set_behind_a_buffer_too():
 @lengths
 def test_an_empty_buffer_predicts_as_the_plain_model(lengths):
     plain, model, task = build(**F64).double(), exact(), task_of(1, lengths)
+    if lengths is None:  # one target is trained on without the buffer
+        parameters = model(task.x_context, task.y_context, task.x_target)
+        assert_equal(model.loss(task), mixture_nll(parameters, task.y_target))
     encoding = model.encode(task.context)
     expected = plain.predict(task.context, task.x_target)
     assert torch.equal(model.predict(encoding, task.x_target).mean, expected.mean)
@@ -167,9 +160,9 @@ def test_an_empty_buffer_predicts_as_the_plain_model(lengths):
     assert_equal(found.variance, expected.variance)
 
 
-def test_a_model_without_the_option_is_what_it_was(tmp_path):
+def test_a_model_is_saved_with_its_buffer_and_one_without_is_what_it_was(tmp_path):
     assert TNPConfig().buffer is None
-    plain, model = build(), build(WITH)
+    plain, model, task = build(), build(WITH), make_task()
     weights = model.state_dict()
     assert not weights.pop("embed.role").any()
     assert weights.keys() == plain.state_dict().keys()
@@ -179,14 +172,9 @@ def test_a_model_without_the_option_is_what_it_was(tmp_path):
     del state["config"]["buffer"]  # as it was written before
     tensor_archive.save(tmp_path / "model.pt", state)
     assert TransformerNP.load(tmp_path, plain.variant).config == CONFIG
-
-
-def test_a_model_with_a_buffer_is_saved_with_it(tmp_path):
-    model, task = with_role(build(WITH)), make_task()
-    model.save(tmp_path)
+    with_role(model).save(tmp_path)
     found = TransformerNP.load(tmp_path, model.variant)
-    assert asdict(found.config) == asdict(WITH)
-    assert torch.equal(found.loss(task), model.loss(task))
+    assert found.config == WITH and torch.equal(found.loss(task), model.loss(task))
 
 
 def test_gradients_by_differences():
@@ -261,7 +249,7 @@ def test_the_role_is_added_in_place_once():
 
 
 def test_the_loss_is_compiled_whole():
-    model, task = exact(), task_of(8, LENGTHS)
+    model, task = exact(replace(WITH, n_layers=1)), task_of(8, LENGTHS)
     torch._dynamo.reset()  # else sizes that varied in another test are symbols, which takes 20 s
     compiled = torch.compile(model.nll, fullgraph=True, backend="aot_eager")
     assert_equal(compiled(*task), model.loss(task))
@@ -289,20 +277,11 @@ def test_training_with_a_buffer_learns_what_the_targets_before_say():
 
 def test_units_of_the_users():
     plain, task = with_role(build(WITH)), make_task(n_target=ROOM + 1)
-    units = Normalization([1.7e9], [60.0], [300.0], [5.0])
-    model = TransformerNP(WITH, plain.variant, torch.float32, normalization=units)
-    model.load_state_dict(plain.state_dict())
-    raw = Task(
-        task.x_context.double() * 60 + 1.7e9,
-        task.y_context.double() * 5 + 300,
-        task.x_target.double() * 60 + 1.7e9,
-        task.y_target.double() * 5 + 300,
-    )
+    model, raw = in_units(plain, task)
     log_5 = torch.tensor(5.0).log()
     torch.testing.assert_close(model.loss(raw), plain.loss(task) + log_5)
-    found = model.joint_log_density(raw)
     expected = plain.joint_log_density(task) - (ROOM + 1) * log_5
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(model.joint_log_density(raw), expected, atol=1e-4, rtol=1e-5)
     assert model.sample_jointly(raw.context, raw.x_target).mean() > 200
 
 
@@ -323,44 +302,37 @@ def test_on_gaussian_processes_in_the_default_dtype():
 
 def test_what_cannot_be_is_named():
     model, plain, task = with_role(build(WITH)), build(), make_task()
-    known = Buffer(model, model.encode(task.context), 1)
     x, y = task.x_target[:, :1], task.y_target[:, :1]
-    known.predict(x, (x, y))
-    with pytest.raises(ValueError, match="the buffer is full: it has room for 1 points, and they"):
-        known.predict(x, (x, y))
-    with pytest.raises(ValueError, match=r"x_target is \(2, 1, 2\): it must be \[B, rows, 1\]"):
-        known.predict(x.repeat(1, 1, 2))
-    known = Buffer(model, model.encode(task.context), 1)
-    with pytest.raises(ValueError, match=r"x_context is \(2, 1, 2\): it must be \[B, rows, 1\]"):
-        known.predict(x, (x.repeat(1, 1, 2), y))
-    with pytest.raises(ValueError, match=r"x is \(2, 2, 1\): it must be \[2, 1, 1\], one point"):
-        known.predict(x, tuple(z[:, :2] for z in (task.x_target, task.y_target)))
-    with pytest.raises(ValueError, match=r"x_target is \(1, 1, 1\): it must be \[2, 1, 1\], one"):
-        known.predict(x[:1])
-    known.predict(x, (x, y))  # the point that did not fit has not entered
     longer = model.encode(Context(*(torch.cat([z, z], 1) for z in task.context[:2])))
-    with pytest.raises(ValueError, match="the context has 14 points and there is room for 8"):
-        known.refill(longer)
-    for ask in (
-        lambda: Buffer(plain, plain.encode(task.context), 1),
-        lambda: plain.sample_jointly(task.context, task.x_target, buffer=True),
-        lambda: plain.joint_log_density(task, buffer=True),
-    ):
-        with pytest.raises(ValueError, match=r"the model has no buffer: TNPConfig\(buffer=…\)"):
-            ask()
+    full, known = (Buffer(model, model.encode(task.context), 1) for _ in range(2))
+    full.predict(x, (x, y))
+    two = tuple(z[:, :2] for z in (task.x_target, task.y_target))
+    assert_refused(
+        (lambda: full.predict(x, (x, y)), "the buffer is full: it has room for 1 points, and then"),
+        (lambda: full.predict(x.repeat(1, 1, 2)), r"x_target is \(2, 1, 2\): it must be \[B, rows"),
+        (lambda: known.predict(x, (x.repeat(1, 1, 2), y)), r"x_context is \(2, 1, 2\): it must be"),
+        (lambda: known.predict(x, two), r"x is \(2, 2, 1\): it must be \[2, 1, 1\], one point"),
+        (lambda: known.predict(x[:1]), r"x_target is \(1, 1, 1\): it must be \[2, 1, 1\], one"),
+    )
+    known.predict(x, (x, y))  # the point that did not fit has not entered
+    none = r"the model has no buffer: TNPConfig\(buffer=…\)"
+    centred = {"skip_unread": True, "centred_keys": True}
+    assert_refused(
+        (lambda: known.refill(longer), "the context has 14 points and there is room for 8"),
+        (lambda: Buffer(plain, plain.encode(task.context), 1), none),
+        (lambda: plain.sample_jointly(task.context, task.x_target, buffer=True), none),
+        (lambda: plain.joint_log_density(task, buffer=True), none),
+        *((lambda n=n: TNPConfig(buffer=n), f"buffer is {n}: it must be a whole number")
+          for n in (0, -1, 2.5, True)),
+        (lambda: build(WITH, pack=True), "variant 'test' packs rows: a model with a buffer"),
+        (lambda: build(WITH, **centred), "variant 'test' has centred_keys: a mean of a sample's"),
+        (lambda: model.nll(*task.padded(7, 5), capacity=(20, 20)),
+         "a capacity is given: a model with a buffer packs no"),
+    )  # fmt: skip
     with pytest.raises(TypeError, match="task: number 0 is a Context: all must be a tnp.tasks.T"):
         model.joint_log_density(task.context)
     with pytest.raises(RuntimeError, match="a CUDA graph needs a CUDA device"):
         model.sample_jointly(task.context, task.x_target, cuda_graph=True)
-    for value in (0, -1, 2.5, True):
-        with pytest.raises(ValueError, match=f"buffer is {value}: it must be a whole number"):
-            TNPConfig(buffer=value)
-    with pytest.raises(ValueError, match="variant 'test' packs rows: a model with a buffer"):
-        build(WITH, pack=True)
-    with pytest.raises(ValueError, match="variant 'test' has centred_keys: a mean of a sample's"):
-        build(WITH, skip_unread=True, centred_keys=True)
-    with pytest.raises(ValueError, match="a capacity is given: a model with a buffer packs no"):
-        model.nll(*task.padded(7, 5), capacity=(20, 20))
 
 
 @pytest.mark.parametrize("n_heads, width", [(2, 16), (3, 12), (1, 5)])

@@ -1,4 +1,4 @@
-"""A model that is kept: the same predictions again, as any variant, and nothing damaged is used."""
+"""Tests that a saved model predicts the same as any variant, and that no damaged one is used."""
 
 import copy
 import pickle
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.model.test_transformer_np import CONFIG, build, make_task
+from tests.refusals import assert_refused
 from tnp.model import checkpoint
 from tnp.model.config import TNPConfig
 from tnp.model.transformer_np import TransformerNP
@@ -57,13 +58,16 @@ def test_weights_in_the_padding_are_not_left_out(tmp_path, name):
                 model.save(tmp_path)
 
 
-def test_a_state_of_another_width_is_one_sentence():
+def test_a_state_of_another_width_or_model_is_one_sentence():
     state = unlike_zero(d_ff_storage=40).state_dict()
-    for spec in ({}, {"d_ff_storage": 24}):
-        with pytest.raises(
-            ValueError, match=r"up is 40 units wide in the state and 2\d in this mod"
-        ):
-            unlike_zero(**spec).load_state_dict(state)
+    wide = r"up is 40 units wide in the state and 2\d in this mod"
+    weights = checkpoint.unpadded_weights(build(TNPConfig(d_model=16, n_layers=1, n_heads=2)))
+    assert_refused(
+        (lambda: unlike_zero().load_state_dict(state), wide),
+        (lambda: unlike_zero(d_ff_storage=24).load_state_dict(state), wide),
+        (lambda: checkpoint.set_weights(unlike_zero(), weights),
+         "weights are not of a model with TNPConfig"),
+    )  # fmt: skip
     unlike_zero(d_ff_storage=40).load_state_dict(state)
 
 
@@ -74,11 +78,8 @@ def test_a_model_of_numbers_of_numpy_and_torch_is_loaded_again(tmp_path, number)
     model = TransformerNP(config, normalization=units)
     model.save(tmp_path)
     again = TransformerNP.load(tmp_path)
-    assert again.config == config and {type(v) for v in vars(config).values()} <= {
-        int,
-        float,
-        type(None),
-    }
+    assert again.config == config
+    assert {type(value) for value in vars(config).values()} <= {int, float, type(None)}
     assert again.normalization.numbers() == units.numbers()
     for name in ("sigma_min", "heads_gain"):
         with pytest.raises(ValueError, match=f"{name} is True: it must be a number"):
@@ -100,13 +101,18 @@ def assigned(model: TransformerNP) -> TransformerNP:
     return model
 
 
+IN_PLACE = [
+    lambda model: model.float(),
+    lambda model: model.half().float(),
+    lambda model: model.to(torch.bfloat16).to("cpu", torch.float32),
+]
+
+
 @pytest.mark.parametrize(
     "cast",
     [
+        *IN_PLACE,
         assigned,
-        lambda model: model.float(),
-        lambda model: model.half().float(),
-        lambda model: model.to(torch.bfloat16).to("cpu", torch.float32),
         lambda model: model.type(torch.float64),
         lambda model: copy.deepcopy(model).float(),
         lambda model: pickle.loads(pickle.dumps(model)),
@@ -115,101 +121,59 @@ def assigned(model: TransformerNP) -> TransformerNP:
 )
 def test_units_are_exact_whatever_the_model_is_cast_to(cast):
     numbers = [[1.7e9 + 50.125], [10.1], [1e9 + 0.1], [1e-3]]
-    units = Normalization(*numbers)
-    model = TransformerNP(CONFIG, normalization=units)
+    model = TransformerNP(CONFIG, normalization=Normalization(*numbers))
+    before = dict(model.normalization.named_buffers())
     found = cast(model).normalization
     tensors = [found.x_mean, found.x_deviation, found.y_mean, found.y_deviation]
     assert [x.tolist() for x in tensors] == numbers == list(found.numbers().values())
     assert all(x.dtype == torch.float64 for x in tensors)
-
-
-def test_units_stay_where_a_cuda_graph_reads_them():
-    units = Normalization([1.0], [2.0], [3.0], [4.0])
-    before = dict(units.named_buffers())
-    units.to("cpu").half().to("cpu", torch.float32)
-    assert all(x is before[name] for name, x in units.named_buffers())
-
-
-def test_padding_stays_zero_where_a_model_held_other_numbers(tmp_path):
-    unlike_zero().save(tmp_path)
-    again = TransformerNP.load(tmp_path, Variant("wide", d_ff_storage=40))
-    assert again.heads.up[:, CONFIG.d_ff :].abs().max() == 0
+    if cast in IN_PLACE:  # a CUDA graph reads them where they are
+        assert all(x is before[name] for name, x in found.named_buffers())
 
 
 def test_a_named_variant_and_another_dtype(tmp_path):
     unlike_zero().save(tmp_path)
+    assert TransformerNP.load(tmp_path).compute_dtype == torch.float32
     model = TransformerNP.load(tmp_path, "auto", compute_dtype=torch.bfloat16)
     assert model.variant == Variant.named("auto")
     assert model.compute_dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="there is no variant 'fastest': choose from sdpa_flash"):
-        TransformerNP.load(tmp_path, "fastest")
+    wide = TransformerNP.load(tmp_path, Variant("wide", d_ff_storage=40))
+    assert wide.heads.up[:, CONFIG.d_ff :].abs().max() == 0
+
+    def load(*asked, **options):
+        return lambda: TransformerNP.load(tmp_path, *asked, **options)
+
+    assert_refused(
+        (load("fastest"), "there is no variant 'fastest': choose from sdpa_flash"),
+        *((load("auto", compute_dtype=dtype), "it must be a float dtype, such as torch.bfloat16")
+          for dtype in ("float32", torch.int32)),
+    )  # fmt: skip
+    if not torch.cuda.is_available():
+        assert_refused((load("auto", "cuda"), "device is cuda, and no NVIDIA GPU is visible here"))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_one_sentence(tmp_path):
-    with pytest.raises(ValueError, match="device is cuda, and no NVIDIA GPU is visible here"):
-        TransformerNP.load(tmp_path, Variant("plain"), "cuda")
-
-
-def test_a_folder_without_a_model_is_one_sentence(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"holds no model.pt: name a folder that TransformerNP.save"
-    ):
+def test_a_file_that_is_no_model_of_this_version_is_one_sentence_and_is_replaced(tmp_path):
+    def load():
         TransformerNP.load(tmp_path, Variant("plain"))
 
-
-def test_a_damaged_model_is_one_sentence_and_what_replaces_it_is_whole(tmp_path):
+    assert_refused((load, r"holds no model.pt: name a folder that TransformerNP.save"))
     unlike_zero().save(tmp_path)
     file = tmp_path / checkpoint.FILE
+    state = tensor_archive.load(file, "cpu", checkpoint.KEYS, "model", "")
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 4
     file.write_bytes(content)
-    with pytest.raises(ValueError, match="is damaged, or is none at all: name a folder"):
-        TransformerNP.load(tmp_path, Variant("plain"))
-    unlike_zero().save(tmp_path)
-    TransformerNP.load(tmp_path, Variant("plain"))
-    tensor_archive.save(file, {"weights": {}})
-    with pytest.raises(ValueError, match="lacks compute_dtype, config, normalization"):
-        TransformerNP.load(tmp_path, Variant("plain"))
-
-
-@pytest.mark.parametrize("dtype", ["float7", "nn"])
-def test_a_model_of_another_version_is_one_sentence(tmp_path, dtype):
-    unlike_zero().save(tmp_path)
-    file = tmp_path / checkpoint.FILE
-    state = tensor_archive.load(file, "cpu", checkpoint.KEYS, "model", "")
-    tensor_archive.save(file, state | {"compute_dtype": dtype})
-    with pytest.raises(ValueError, match="was not written by this version|compute_dtype is <mod"):
-        TransformerNP.load(tmp_path, Variant("plain"))
-    tensor_archive.save(file, state | {"config": state["config"] | {"d_z": 1}})
-    with pytest.raises(ValueError, match="was not written by this version"):
-        TransformerNP.load(tmp_path, Variant("plain"))
-
-
-def test_a_dtype_that_no_model_computes_in_is_refused(tmp_path):
-    unlike_zero().save(tmp_path)
-    for dtype in ("float32", torch.int32):
-        with pytest.raises(ValueError, match="it must be a float dtype, such as torch.bfloat16"):
-            TransformerNP.load(tmp_path, Variant("plain"), compute_dtype=dtype)
-
-
-def test_what_would_run_code_is_named(tmp_path):
-    unlike_zero().save(tmp_path)
-    file = tmp_path / checkpoint.FILE
-    state = tensor_archive.load(file, "cpu", checkpoint.KEYS, "model", "")
-    torch.save(state | {"config": np.float64(1.0)}, file)
+    assert_refused((load, "is damaged, or is none at all: name a folder"))
+    for changed, sentence in (
+        ({"weights": {}}, "lacks compute_dtype, config, normalization"),
+        (state | {"compute_dtype": "float7"}, "was not written by this version"),
+        (state | {"compute_dtype": "nn"}, "was not written by this version|compute_dtype is <mod"),
+        (state | {"config": state["config"] | {"d_z": 1}}, "was not written by this version"),
+    ):
+        tensor_archive.save(file, changed)
+        assert_refused((load, sentence))
+    torch.save(state | {"config": np.float64(1.0)}, file)  # it would run code
     tensor_archive.seal(file)
-    with pytest.raises(ValueError, match="holds numpy.*scalar, which is neither a number, a text"):
-        TransformerNP.load(tmp_path)
-
-
-def test_the_default_dtype_is_that_of_the_device_it_is_loaded_on(tmp_path):
-    TransformerNP(CONFIG).save(tmp_path)
-    model = TransformerNP.load(tmp_path)
-    assert model.compute_dtype == torch.float32
-
-
-def test_weights_of_another_model_are_refused():
-    weights = checkpoint.unpadded_weights(build(TNPConfig(d_model=16, n_layers=1, n_heads=2)))
-    with pytest.raises(ValueError, match="weights are not of a model with TNPConfig"):
-        checkpoint.set_weights(unlike_zero(), weights)
+    assert_refused((load, "holds numpy.*scalar, which is neither a number, a text"))
+    unlike_zero().save(tmp_path)
+    load()

@@ -1,4 +1,4 @@
-"""Packed batches: rows of samples one behind the other, and what padding may not do to them."""
+"""Tests packed batches, whose samples' rows follow one another, and what padding may not do."""
 
 import math
 from dataclasses import replace
@@ -8,6 +8,7 @@ import torch
 
 from tests.model.test_ragged import CONTEXT, TARGETS, lengths, loss_and_gradients, ragged
 from tests.model.test_transformer_np import build, make_task
+from tests.refusals import assert_refused
 from tests.replays import Replays
 from tnp.model.buckets import Buckets
 from tnp.model.packing import Packing, Rows, capacity_for
@@ -51,11 +52,14 @@ def test_each_way_is_the_gradient_of_the_other_but_for_spare_rows():
 
 def test_capacity_has_a_spare_row_and_is_never_more_than_padding():
     for points in ((1, 1), (15, 16), (128, 4096), (640, 5000)):
-        capacity = capacity_for(points, 10, (64, 500))
-        assert all(
-            n < rows <= n + max(16, n // 8 + 1) for n, rows in zip(points, capacity, strict=True)
-        )
+        for n, rows in zip(points, capacity_for(points, 10, (64, 500)), strict=True):
+            assert n < rows <= n + max(16, n // 8 + 1)
     assert capacity_for((640, 5000), 10, (64, 500)) == (641, 5001)
+    assert_refused(
+        (lambda: build().nll(*make_task(), (40, 40)), "a capacity is given and no lengths"),
+        (lambda: Variant("both", skip_unread=True, centred_keys=True, pack=True),
+         "'both': centred_keys takes a mean .* choose one"),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -86,11 +90,6 @@ def test_a_packed_step_trains_as_a_padded_one_and_computes_fewer_rows():
     assert rows == [3 * 8 + 3 * 6, sum(capacity_for((sum(CONTEXT), sum(TARGETS)), 3, (8, 6)))]
 
 
-def test_packing_needs_keys_that_are_not_centred():
-    with pytest.raises(ValueError, match="'both': centred_keys takes a mean .* choose one"):
-        Variant("both", skip_unread=True, centred_keys=True, pack=True)
-
-
 def test_a_captured_step_without_buckets_has_a_graph_for_each_number_of_rows():
     """A replay of one with fewer rows would read past them."""
     step = TrainingStep(build(pack=True), learning_rate=1e-2)
@@ -105,8 +104,3 @@ def test_a_captured_step_without_buckets_has_a_graph_for_each_number_of_rows():
     for task in (few, few, few, few, many, few, many, many):
         torch.testing.assert_close(step(task), plain(task))
     assert captures.captured == 2
-
-
-def test_a_capacity_needs_lengths():
-    with pytest.raises(ValueError, match="a capacity is given and no lengths"):
-        build().nll(*make_task(), (40, 40))

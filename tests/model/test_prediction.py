@@ -1,4 +1,7 @@
-"""Predictions: against closed forms and integrals, in chunks, from a kept encoding, joint draws."""
+"""Tests predictions in chunks, from a kept encoding and from pages, and joint draws.
+
+`tests/tasks/test_normalization_moments.py` holds them to closed forms.
+"""
 
 import math
 from dataclasses import replace
@@ -6,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch.distributions import Normal
 
 from tests.model.test_transformer_np import build, make_task
+from tests.refusals import assert_refused
 from tests.replays import Replays
 from tnp.model.prediction import Prediction, bytes_per_target
 from tnp.model.prediction_graphs import DecodeGraphs
@@ -26,55 +29,10 @@ def parameters(d_y=1, n_components=3) -> torch.Tensor:
     return torch.randn(2, 4, n_components, 1 + 2 * d_y, generator=generator)
 
 
-def test_one_component_is_a_gaussian():
-    p = parameters(n_components=1).double()
-    exact = Normal(p[..., 0, 1:2], p[..., 0, 2:3].exp())
-    prediction = Prediction(p)
-    torch.testing.assert_close(prediction.mean, exact.mean)
-    torch.testing.assert_close(prediction.variance, exact.variance)
-    for probability in (0.01, 0.5, 0.975):
-        torch.testing.assert_close(
-            prediction.quantile(probability),
-            exact.icdf(torch.tensor(probability, dtype=torch.float64)),
-            rtol=1e-12,
-            atol=1e-12,
-        )
-
-
-@pytest.mark.parametrize("d_y", [1, 3])
-def test_log_prob_is_the_loss(d_y):
-    p, y = parameters(d_y).double(), torch.randn(2, 4, d_y).double()
+def test_log_prob_is_the_loss():
+    p, y = parameters(3).double(), torch.randn(2, 4, 3).double()
     prediction = Prediction(p, sigma_min=0.1)
     torch.testing.assert_close(-prediction.log_prob(y).mean(), mixture_nll(p, y, sigma_min=0.1))
-
-
-def test_density_integrates_to_one_and_quantiles_invert_the_cdf():
-    prediction = Prediction(parameters())
-    grid = torch.linspace(-60, 60, 40_001, dtype=torch.float64)
-    density = torch.stack([prediction.log_prob(y.expand(2, 4, 1)).exp() for y in grid[::20]])
-    mass = torch.trapezoid(density, grid[::20], dim=0)
-    torch.testing.assert_close(mass, torch.ones(2, 4).double(), rtol=1e-2, atol=1e-2)
-    for probability in (0.05, 0.5, 0.9):
-        y = prediction.quantile(probability)
-        torch.testing.assert_close(
-            prediction.marginal_cdf(y), torch.full_like(y, probability), rtol=1e-9, atol=1e-9
-        )
-
-
-def test_samples_have_the_mean_and_variance():
-    torch.manual_seed(0)
-    prediction = Prediction(parameters(d_y=2))
-    samples = prediction.sample((20_000,))
-    assert samples.shape == (20_000, 2, 4, 2)
-    standard_error = prediction.variance.sqrt() / math.sqrt(20_000)
-    assert ((samples.mean(0) - prediction.mean).abs() < 5 * standard_error).all()
-    torch.testing.assert_close(samples.var(0), prediction.variance, rtol=0.2, atol=0.02)
-
-
-@pytest.mark.parametrize("probability", [0.0, 1.0, -0.1, 2.0])
-def test_probability_outside_the_unit_interval_raises(probability):
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        Prediction(parameters()).quantile(probability)
 
 
 @pytest.mark.parametrize("n_targets", [1, 2, 5, 1000])
@@ -91,42 +49,22 @@ def test_predict_in_chunks_is_the_model(n_targets, monkeypatch):
     torch.testing.assert_close(nll, model.loss(task).detach())
 
 
-def test_predictions_over_a_kept_encoding_are_the_models():
-    model, task = build(), make_task()
-    encoding = model.encode(task.context)
-    for n in (5, 2):
-        x = task.x_target[:, :n]
-        expected = Prediction(model(task.x_context, task.y_context, x).detach())
-        kept = model.predict(encoding, x)
-        torch.testing.assert_close(kept.mean, expected.mean)
-        torch.testing.assert_close(kept.variance, expected.variance)
-
-
 @pytest.mark.parametrize("projection", ["torch", "fused"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_kept_encoding_predicts_the_same_to_the_last_bit(projection, dtype):
-    model, task = build(dtype=dtype, projection=projection), make_task()
-    encoding = model.encode(task.context)
-    anew, kept = (model.predict(of, task.x_target) for of in (task.context, encoding))
+def test_a_kept_encoding_predicts_as_the_model_does(projection, dtype, monkeypatch):
+    """`fused` multiplies the queries' weight ahead of a prediction, and the product in a step."""
+    model = build(dtype=dtype, projection=projection, skip_unread=projection == "fused")
+    task, tolerance = make_task(), {torch.float32: 1e-5, torch.bfloat16: 4e-2}[dtype]
+    assert model.blocks[0].attention.base2 == (projection == "fused")
+    encoding, anew = model.encode(task.context), model.predict(task.context, task.x_target)
+    monkeypatch.setattr("tnp.model.layers.project_qkv", None)  # no keys are made of targets
+    kept = model.predict(encoding, task.x_target)
     assert torch.equal(anew.mean, kept.mean) and torch.equal(anew.variance, kept.variance)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_queries_that_carry_a_factor_are_those_of_the_model(dtype):
-    """`fused` multiplies their weight ahead of a prediction, and the product in a step."""
-    model, task = build(dtype=dtype, projection="fused", skip_unread=True), make_task()
-    assert model.blocks[0].attention.base2
+    few = model.predict(encoding, task.x_target[:, :2])
+    monkeypatch.undo()
     whole = Prediction(model(task.x_context, task.y_context, task.x_target).detach())
-    kept = model.predict(model.encode(task.context), task.x_target)
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 4e-2}[dtype]
-    torch.testing.assert_close(kept.mean, whole.mean, rtol=tolerance, atol=tolerance)
-
-
-def test_no_keys_are_made_of_targets(monkeypatch):
-    model, task = build(projection="fused"), make_task()
-    encoding = model.encode(task.context)
-    monkeypatch.setattr("tnp.model.layers.project_qkv", None)
-    model.predict(encoding, task.x_target)
+    for found, expected in ((kept.mean, whole.mean), (few.variance, whole.variance[:, :2])):
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def replayed(model, encoding):
@@ -154,27 +92,17 @@ def test_replayed_predictions_are_the_launched_ones_at_every_size(dtype):
     assert torch.equal(*in_chunks)
 
 
-def test_past_the_most_graphs_targets_are_launched(monkeypatch):
+def test_graphs_made_in_inference_mode_serve_outside_of_it_up_to_the_most(monkeypatch):
     monkeypatch.setattr("tnp.model.prediction_graphs.MOST_GRAPHS", 1)
     model, task = build(), make_task()
-    encoding, captures = replayed(model, model.encode(task.context))
-    for n in (5, 5, 3, 3, 3):
-        model.predict(encoding, task.x_target[:, :n])
-    assert captures.captured == 1
-
-
-def test_graphs_made_in_inference_mode_serve_outside_of_it():
-    model, task = build(), make_task()
     with torch.inference_mode():
-        encoding, _ = replayed(model, model.encode(task.context))
+        encoding, captures = replayed(model, model.encode(task.context))
         first = model.predict(encoding, task.x_target).mean
     for _ in range(2):
         assert torch.equal(model.predict(encoding, task.x_target).mean, first)
-
-
-def test_a_graph_needs_a_gpu():
-    with pytest.raises(RuntimeError, match="a CUDA graph needs a CUDA device: .* is on cpu"):
-        build().encode(make_task().context, cuda_graph=True)
+    for _ in range(3):  # of another size, past the most graphs
+        model.predict(encoding, task.x_target[:, :3])
+    assert captures.captured == 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -219,56 +147,64 @@ def test_joint_draws_of_samples_of_other_sizes_are_those_of_each(monkeypatch):
     torch.testing.assert_close(together[:, 1:].float(), expected.expand(2, -1, -1, -1).float())
 
 
-@pytest.mark.parametrize("n_samples", [0, -1, 1.5])
-def test_a_number_of_samples_that_nobody_can_draw_is_named(n_samples):
-    task = make_task()
-    with pytest.raises(ValueError, match=f"n_samples is {n_samples}: it must be a whole number"):
-        build().sample_jointly(task.context, task.x_target, n_samples)
-
-
-def test_other_numbers_of_samples_and_budgets_are_named():
+def test_what_nobody_can_predict_is_named():
     model, task = build(), make_task()
-    with pytest.raises(ValueError, match="max_bytes is 0: it must be a whole number, at least 1"):
-        model.predict(task.context, task.x_target, max_bytes=0)
-    with pytest.raises(TypeError, match="context is a Task: give its context, task.context"):
-        model.predict(task, task.x_target)
-    with pytest.raises(ValueError, match=r"x_context is \(2, 0, 1\): it must hold at least one"):
-        model.predict(Context(task.x_context[:, :0], task.y_context[:, :0]), task.x_target)
-    with pytest.raises(ValueError, match=r"context_lengths\[0\] is 9: it must be from 1 to 7"):
-        model.encode(task.context._replace(lengths=torch.tensor([9, 1], dtype=torch.int32)))
-    with pytest.raises(ValueError, match="x_target has 1 samples and the context 2"):
-        model.predict(task.context, task.x_target[:1])
+    (x, y, _), x_target = task.context, task.x_target
+    many, none = torch.tensor([9, 1], dtype=torch.int32), x_target[:0]
+
+    def predict(context, x_target=x_target, **options):
+        return lambda: model.predict(context, x_target, **options)
+
+    def draw(context, x_target=x_target, n_samples=1):
+        return lambda: model.sample_jointly(context, x_target, n_samples)
+
+    assert_refused(
+        *((draw(task.context, n_samples=n), f"n_samples is {n}: it must") for n in (0, -1, 1.5)),
+        (predict(task.context, max_bytes=0), "max_bytes is 0: it must be a whole number, at least"),
+        (predict(Context(x[:, :0], y[:, :0])), r"x_context is \(2, 0, 1\): it must hold at least"),
+        (lambda: model.encode(task.context._replace(lengths=many)), r"lengths\[0\] is 9: it must"),
+        (predict(task.context, x_target[:1]), "x_target has 1 samples and the context 2"),
+        (draw(task.context, x_target[:1]), "x_target has 1 samples and the context 2: they must"),
+        (predict(Context(x, y.to("meta"))), "y_context is on meta and x_context on cpu: they must"),
+        (predict(task.context, x_target.long()), "x_target is torch.int64: it must be a float dt"),
+        (predict(Context(none, none), none), "it must hold at least one sample"),
+        (predict(task.context, none), "it must hold at least one sample"),
+        (draw(Context(none, none), none), "it must hold at least one sample"),
+        (lambda: model.nll(none, none, none, none), "it must hold at least one sample"),
+        *((lambda p=p: Prediction(parameters()).quantile(p), "between 0 and 1")
+          for p in (0.0, 1.0, -0.1, 2.0)),
+    )  # fmt: skip
+    assert_refused(
+        (predict(task), "context is a Task: give its context, task.context"),
+        (predict((x, y)), "context is a tuple: it must be a tnp.tasks.Context"),
+        (draw(model.encode(task.context)), "context is a Encoding: it must be a tnp.tasks.Context"),
+        error=TypeError,
+    )
+    with pytest.raises(RuntimeError, match="a CUDA graph needs a CUDA device: .* is on cpu"):
+        model.encode(task.context, cuda_graph=True)
 
 
 def test_points_on_the_cpu_that_are_not_finite_are_named():
     model, task = build(), make_task()
     task.y_context[1, 3] = float("nan")
-    with pytest.raises(
-        ValueError, match=r"y_context of sample 1, point 3, is \[nan\]: every value"
-    ):
+    with pytest.raises(ValueError, match=r"y_context of sample 1, point 3, is \[nan\]: every val"):
         model.predict(task.context, task.x_target)
     lengths = torch.tensor([7, 3], dtype=torch.int32)  # it is padding now
-    assert (
-        model.predict(task.context._replace(lengths=lengths), task.x_target).mean.isfinite().all()
-    )
+    found = model.predict(task.context._replace(lengths=lengths), task.x_target)
+    assert found.mean.isfinite().all()
     x_target = task.x_target.clone()
     x_target[0, 2] = float("nan")  # spoils no other target
     nan = model.predict(make_task().context, x_target).mean.isnan()
     assert nan[0, 2].all() and nan.sum() == 1
 
 
-def test_what_is_no_context_is_named():
-    model, task = build(), make_task()
-    with pytest.raises(TypeError, match="context is a tuple: it must be a tnp.tasks.Context"):
-        model.predict((task.x_context, task.y_context), task.x_target)
-    with pytest.raises(TypeError, match="context is a Encoding: it must be a tnp.tasks.Context"):
-        model.sample_jointly(model.encode(task.context), task.x_target)
-    with pytest.raises(ValueError, match="x_target has 1 samples and the context 2: they must"):
-        model.sample_jointly(task.context, task.x_target[:1])
-    with pytest.raises(ValueError, match="y_context is on meta and x_context on cpu: they must"):
-        model.predict(task.context._replace(y=task.y_context.to("meta")), task.x_target)
-    with pytest.raises(ValueError, match="x_target is torch.int64: it must be a float dtype"):
-        model.predict(task.context, task.x_target.long())
+def in_units(plain: TransformerNP, task: Task) -> tuple[TransformerNP, Task]:
+    """Returns the same model and task in seconds since 1970 and in kelvin."""
+    units = Normalization([1.7e9], [60.0], [300.0], [5.0])
+    model = TransformerNP(plain.config, plain.variant, torch.float32, normalization=units)
+    model.load_state_dict(plain.state_dict())
+    x, y = (lambda x: x.double() * 60 + 1.7e9), (lambda y: y.double() * 5 + 300)
+    return model, Task(x(task.x_context), y(task.y_context), x(task.x_target), y(task.y_target))
 
 
 def test_a_variant_is_one_or_its_name_and_a_dtype_is_one():
@@ -296,30 +232,9 @@ def test_arrays_are_points_too():
         model.predict(arrays._replace(x=None), task.x_target)
 
 
-def test_a_batch_of_no_sample_is_named():
-    model, task = build(), make_task()
-    none, message = task.x_target[:0], "it must hold at least one sample"
-    for run in (
-        lambda: model.predict(Context(none, none), none),
-        lambda: model.predict(task.context, none),
-        lambda: model.sample_jointly(Context(none, none), none),
-        lambda: model.nll(none, none, none, none),
-    ):
-        with pytest.raises(ValueError, match=message):
-            run()
-
-
 def test_a_model_with_a_normalization_speaks_the_users_units():
     plain, task = build(), make_task()
-    units = Normalization([1.7e9], [60.0], [300.0], [5.0])
-    torch.manual_seed(0)
-    model = TransformerNP(plain.config, plain.variant, torch.float32, normalization=units)
-    raw = Task(
-        task.x_context.double() * 60 + 1.7e9,
-        task.y_context.double() * 5 + 300,
-        task.x_target.double() * 60 + 1.7e9,
-        task.y_target.double() * 5 + 300,
-    )
+    model, raw = in_units(plain, task)
     expected = plain.loss(task) + math.log(5.0)
     torch.testing.assert_close(model.loss(raw), expected)
     prediction = model.predict(raw.context, raw.x_target)
@@ -332,7 +247,7 @@ def test_a_model_with_a_normalization_speaks_the_users_units():
 
 @pytest.mark.parametrize("lengths", [None, [7, 4]])
 def test_an_encoding_goes_to_pages_and_targets_read_it_there(lengths):
-    """What `decode_attention` finds in pages is what attention finds in the encoding."""
+    """`decode_attention` finds in pages what attention finds in the encoding."""
     model, task = build(attention="reference", dtype=torch.float64).double(), make_task()
     if lengths is not None:
         task = replace(task, context_lengths=torch.tensor(lengths, dtype=torch.int32))
@@ -341,10 +256,10 @@ def test_an_encoding_goes_to_pages_and_targets_read_it_there(lengths):
     sizes = {"n_kv_heads": k.shape[1], "head_dim": k.shape[3], "dtype": k.dtype, "device": "cpu"}
     cache = PagedCache(6, page=3, n_layers=len(encoding.blocks), **sizes)
     handles = encoding.to_pages(cache)
-    assert cache.lengths(handles).tolist() == (lengths or [7, 7])
+    assert cache.n_keys(handles).tolist() == (lengths or [7, 7])
     q = torch.randn_like(k[:, :, :1])
     for layer, (k, v) in enumerate(encoding.blocks):
-        table, n_keys = cache.page_table(handles), cache.lengths(handles, layer)
+        table, n_keys = cache.page_table(handles), cache.n_keys(handles, layer)
         found = decode_attention(q, *cache.layer(layer), n_keys, table)
         expected = decode_attention(q, k, v, n_keys)
         torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)

@@ -1,4 +1,4 @@
-"""What tests of attention's kinds share: inputs, a run by name, and our implementations."""
+"""Gives inputs, results by name, and our implementations to tests of attention's kinds."""
 
 import math
 
@@ -22,7 +22,7 @@ SCALE = 1 / math.sqrt(HEAD_DIM)
 
 
 def draw(n_q: int = N, n_k: int = N, heads=(2, 2), batch: int = 1) -> list[torch.Tensor]:
-    """q, k, v and do."""
+    """Returns q, k, v and do."""
     generator = torch.Generator().manual_seed(n_q + n_k)
     sizes = ((heads[0], n_q), (heads[1], n_k), (heads[1], n_k), (heads[0], n_q))
     return [
@@ -31,7 +31,7 @@ def draw(n_q: int = N, n_k: int = N, heads=(2, 2), batch: int = 1) -> list[torch
 
 
 def run(inputs, function=attention, **asked) -> dict[str, torch.Tensor]:
-    """o, dq, dk, dv of (q, k, v, do), by name."""
+    """Returns o, dq, dk, dv of (q, k, v, do), by name."""
     *leaves, do = (x.detach() for x in inputs)
     leaves = [x.requires_grad_() for x in leaves]
     o = function(*leaves, **asked)

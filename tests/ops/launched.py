@@ -11,7 +11,7 @@ from tnp.dispatch.launcher import Bound
 
 @contextmanager
 def recorded() -> Iterator[list[tuple]]:
-    """Inside, the arguments of every launch are noted."""
+    """Records the arguments of every launch inside of the context."""
     seen: list[tuple] = []
     real = Bound.__call__
 

@@ -1,4 +1,4 @@
-"""Operators of ours as PyTorch sees them: what torch.library checks of an operator."""
+"""Checks operators of ours with torch.library's own tests."""
 
 import json
 
@@ -12,7 +12,7 @@ from tnp.dispatch.spec import Operator
 def told(
     implementation: str, wanted: list[str], options: list | None = None, given: list | None = None
 ) -> str:
-    """What a custom operator is told of a call in bfloat16: its argument `call`."""
+    """Returns a custom operator's argument `call` for a call in bfloat16."""
     content = {"implementation": implementation, "saves": "", "wanted": wanted, "read_off": []}
     content["given"] = given or []  # optional inputs
     return json.dumps(content | {"options": options or [], "dtype": "bfloat16"})
@@ -24,7 +24,7 @@ def require_contracts(
     inputs: list[torch.Tensor | None],
     options: tuple = (),
 ) -> None:
-    """Schema, fake tensors and autograd of its custom operator, with gradients and without.
+    """Checks schema, fake tensors and autograd of a custom operator, with and without gradients.
 
     PyTorch's check of registered gradients differentiates, so the backward operator is seen too.
     """

@@ -1,13 +1,14 @@
-"""Problems of operators for tests: random inputs, results by name, and their budgets."""
+"""Gives tests problems of operators: random inputs, results by name, and their budgets."""
 
 from collections.abc import Callable
 
 import torch
 
-from tnp.dispatch import devices
+from tnp.dispatch import devices, plans, selection
 from tnp.dispatch.call import call
-from tnp.dispatch.spec import Case, Operator
-from tnp.gates.results import Results, Setting, compute
+from tnp.dispatch.spec import Case, Implementation, Operator
+from tnp.gates.results import Results, Setting, compute, wanted_of
+from tnp.ops._shared.random_values import Random, Upstream
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HERE = devices.of_device(DEVICE)
@@ -23,19 +24,39 @@ def setting(
     return Setting.of(operator, found, case, DEVICE)
 
 
+def unexpected(operator: Operator, found: Implementation, case: Case) -> Setting:
+    """Returns the inputs of a case alone: no result is computed that would be expected."""
+    drawn = operator.draw(case, Random(case, DEVICE))
+    inputs = {name: drawn.get(name) for name in operator.tensors}
+    return Setting(
+        operator, found, case, DEVICE, inputs, dict(operator.call_options(case.problem)),
+        wanted_of(operator, found, case), Upstream(Random(case, DEVICE, seed=1), drawn),
+        budget=operator.budget, floors=0.0, plain=operator.reference, own={}, exact={},
+        originals=None, rounded={},
+    )  # fmt: skip
+
+
 def results(of: Setting, function: Callable) -> Results:
     """Returns outputs and gradients of `function(*inputs, *scalars)`."""
     asked = of.operator, of.case.problem
     return compute(*asked, function, of.inputs, of.wanted, of.upstream)
 
 
-def by(of: Setting, implementation: str) -> Results:
-    """Returns the results of an implementation, called as a model calls it."""
-    n = len(of.operator.tensors)
+def by(of: Setting, implementation: str, forced: selection.Forced | None = None) -> Results:
+    """Returns the results of an implementation, called as a model calls it, or of forced kernels.
+
+    Other operations than those of `forced` take the kernels of their choice.
+    """
+    n, options = len(of.operator.tensors), tuple(of.options.items())
 
     def run(*arguments):
-        options = tuple(of.options.items())
-        return call(of.operator, implementation, arguments[:n], arguments[n:], options)
+        tensors, numbers = arguments[:n], arguments[n:]
+        if forced is None:
+            return call(of.operator, implementation, tensors, numbers, options)
+        plan = plans.build(
+            of.operator, implementation, tensors, options, of.wanted, forced=forced
+        )  # fmt: skip
+        return plan.run(tensors, numbers)
 
     return results(of, run)
 

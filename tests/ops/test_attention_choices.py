@@ -1,4 +1,4 @@
-"""Which implementation, kernel and configuration of attention runs where: decided without a GPU."""
+"""Tests which implementation, kernel and configuration of attention runs where, without a GPU."""
 
 import json
 import math
@@ -61,7 +61,7 @@ def test_every_shape_of_the_configuration_has_an_expectation():
 
 @pytest.mark.parametrize("shape", EXPECTED)
 @pytest.mark.parametrize("options", [{}, {"n_keys": True}], ids=str)
-def test_what_runs_on_an_h200(shape, options):
+def test_implementations_and_kernels_on_an_h200(shape, options):
     """Lengths of samples change no kernel."""
     implementation, kernels = EXPECTED[shape]
     what = call(shape, **options)
@@ -101,7 +101,7 @@ def test_where_nothing_was_measured_the_default_runs():
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: one.name)
-def test_float16_costs_what_bfloat16_does(operation):
+def test_float16_costs_as_much_as_bfloat16(operation):
     for shape in EXPECTED:
         predicted = chosen(operation, call(shape, "float16"))
         assert predicted[2] == "predicted"
@@ -131,13 +131,13 @@ def test_an_expanded_gradient_is_copied_and_an_expanded_input_left_to_the_portab
     assert not selection.aligned((whole,), (misaligned,))
 
 
-def test_a_gpu_of_the_same_capability_takes_the_table_and_says_whose():
+def test_a_gpu_of_the_same_capability_takes_another_gpus_table():
     for shape, source in (("mid", "tuned"), ("odd", "predicted")):
         what = call(shape, target=devices.named("H100 PCIe"))
         assert chosen(FORWARD, what)[::2] == ("hopper", f"{source} on nvidia-h200")
 
 
-def test_what_a_user_tuned_comes_first():
+def test_a_users_entry_comes_first():
     mine = problem("mid")
     kernel = selection.kernels_of(FORWARD)["triton"]
     config = kernel.configs(call("mid"))[1]
@@ -146,33 +146,38 @@ def test_what_a_user_tuned_comes_first():
     assert chosen(FORWARD, call("small"))[0] == "few_keys"
 
 
-@pytest.mark.parametrize(("kernel", "config"), [("hopper", {"block_n": 7}), ("gone", None)])
-def test_an_entry_of_what_is_there_no_more_is_passed_over_and_named_once(kernel, config, caplog):
-    before = chosen(FORWARD, call("mid"))
-    tuned_tables.write(
-        H200, [tuned_tables.entry("attention.forward", problem("mid"), kernel, config)]
-    )
-    for _ in range(2):
-        assert chosen(FORWARD, call("mid")) == before
-    (said,) = [one.getMessage() for one in caplog.records if "there no more" in one.getMessage()]
-    assert kernel in said and "11000" in said
-
-
-@pytest.mark.parametrize("content", [5, {"op": "attention", "dtype": "bfloat16", "sizes": [1]}])
-def test_an_entry_whose_problem_is_none_is_passed_over(content):
-    before = chosen(FORWARD, call("mid"))
-    path = tuned_tables.write(
-        H200, [tuned_tables.entry("attention.forward", problem("mid"), "triton")]
-    )
+def spoiled(entry: tuned_tables.Entry, **changes) -> None:
+    """Writes a table with one entry, changed in the file."""
+    path = tuned_tables.write(H200, [entry])
     table = json.loads(path.read_text())
-    table["entries"][0]["problem"] = content
+    table["entries"][0] |= changes
     path.write_text(json.dumps(table))
     tuned_tables.refresh()
-    assert chosen(FORWARD, call("mid")) == before
+
+
+NO_PROBLEM = {"op": "attention", "dtype": "bfloat16", "sizes": [1]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"config": {"block_n": 7}}, "there no more"),
+        ({"choice": "gone", "config": None}, "there no more"),
+        ({"problem": 5}, ""),
+        ({"problem": NO_PROBLEM}, ""),
+    ],
+)
+def test_an_entry_without_its_kernel_is_passed_over_and_named_once(changes, said, caplog):
+    before = chosen(FORWARD, call("mid"))
+    spoiled(tuned_tables.entry("attention.forward", problem("mid"), "hopper"), **changes)
+    for _ in range(2):
+        assert chosen(FORWARD, call("mid")) == before
+    named = [one.getMessage() for one in caplog.records if "there no more" in one.getMessage()]
+    assert len(named) == bool(said) and all("11000" in one for one in named)
 
 
 def test_an_entry_with_the_calls_options_comes_before_one_without():
-    """In float32, for which nothing is predicted. Other sizes take the default."""
+    """Uses float32, for which nothing is predicted. Other sizes take the default."""
     for options, kernel in (({}, "triton"), ({"n_keys": True}, "few_keys")):
         config = selection.kernels_of(FUSED)[kernel].configs(call("small", "float32"))[0]
         mine = problem("small", "float32", **options)
@@ -233,7 +238,7 @@ def test_every_committed_entry_is_taken_where_it_was_measured():
             assert found == (entry["choice"], entry["config"], "tuned")
 
 
-def test_what_moves_gives_way_to_what_repeats(monkeypatch):
+def test_deterministic_kernels_serve_where_asked(monkeypatch):
     monkeypatch.setattr(selection.torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert chosen(FUSED, call("mid"))[0] == "triton"
     assert chosen(SEPARATE, call("mid"))[0] == "hopper"
@@ -281,31 +286,24 @@ def test_a_users_costs_come_before_the_installed_ones():
     assert chosen(FORWARD, call("odd")) == before
 
 
-def test_costs_of_counts_that_have_changed_are_passed_over_and_named_once(caplog):
+@pytest.mark.parametrize(
+    ("us", "said"),
+    [
+        ([1.0, 0.0], "counts other"),
+        *((us, "is no tuned table") for us in (5.0, None, ["a", 1.0], [math.nan, 1.0], [True])),
+        *((us, "is no tuned table") for us in ([5.0, math.inf], [-1.0])),
+    ],
+)
+def test_costs_that_say_nothing_are_passed_over_and_named_once(us, said, caplog):
     before = chosen(FORWARD, call("odd"))
-    tuned_tables.write(H200, [predicts("triton", 1, [1.0, 0.0])])
+    spoiled(predicts("triton", 1, [1.0, 0.0, 0.0, 0.0]), us=us)
     for _ in range(2):
         assert chosen(FORWARD, call("odd")) == before
-    (said,) = [one.getMessage() for one in caplog.records if "counts other" in one.getMessage()]
-    assert "triton" in said
-
-
-@pytest.mark.parametrize(
-    "us", [5.0, None, ["a", 1.0], [math.nan, 1.0], [5.0, math.inf], [-1.0], [True]]
-)
-def test_costs_that_are_no_numbers_make_the_table_none(us, caplog):
-    before = chosen(FORWARD, call("odd"))
-    path = tuned_tables.write(H200, [predicts("triton", 1, [1.0, 0.0, 0.0, 0.0])])
-    table = json.loads(path.read_text())
-    table["entries"][0]["us"] = us
-    path.write_text(json.dumps(table))
-    tuned_tables.refresh()
-    assert chosen(FORWARD, call("odd")) == before
-    assert "is no tuned table" in caplog.text
+    assert len([one for one in caplog.records if said in one.getMessage()]) == 1
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: one.name)
-def test_committed_costs_are_of_what_kernels_count(operation):
+def test_committed_costs_have_the_counts_of_kernels(operation):
     kernels = selection.kernels_of(operation)
     entries = [
         one for one in tuned_tables.of_target(H200) if "us" in one and one["of"] == operation.name
@@ -325,7 +323,7 @@ def test_committed_costs_are_of_what_kernels_count(operation):
         assert entry["us"][0] > 0 and min(entry["us"]) >= 0  # no size has a negative time
 
 
-def test_what_a_relative_says_of_other_operations_stays():
+def test_costs_of_another_gpu_stay_for_other_operations():
     """One's own costs of the forward pass say nothing of the backward, nor of implementations."""
     mine = devices.named("H100 PCIe")
     what = replace(call("mid"), target=mine)
@@ -350,12 +348,7 @@ def test_counts_are_those_of_the_launch():
     load = 64 * -(-500 // config.block_m) / 132
     assert kernels["triton"].counts(many, config) == (1, load * 8, load, 8)
     config = next(one for one in kernels["hopper"].configs(many) if one.consumers == 3)
-    assert kernels["hopper"].counts(many, config) == (
-        1,
-        2 * 16,
-        192 / 132,
-        0,
-    )  # 192 tiles, 2 rounds
+    assert kernels["hopper"].counts(many, config) == (1, 2 * 16, 192 / 132, 0)  # 2 rounds
 
 
 def test_counts_of_the_backward_pass_are_those_of_the_launches():
@@ -363,7 +356,7 @@ def test_counts_of_the_backward_pass_are_those_of_the_launches():
     few, many, heads = sized(850, 60), sized(850, 1000), 64
     separate, fused = (selection.kernels_of(one) for one in (SEPARATE, FUSED))
     config = next(one for one in fused["few_keys"].configs(few) if one.block_m == 128)
-    # Of 7 tiles the first three programs of a head have two, and the fourth, were it there, one.
+    # Three programs of a head have two of 7 tiles each, and a fourth would have one.
     assert fused["few_keys"].counts(few, config) == pytest.approx((1, heads * 7 / 132, 3, 1))
     # 512 blocks of 128 keys in 4 rounds; 14 tiles of 64 queries, an even number with the padding.
     config = fused["hopper"].configs(many)[0]
@@ -395,7 +388,7 @@ def test_programs_stay_where_all_samples_take_as_long():
         assert [one.persistent for one in configs(what)] == [False]
 
 
-def test_what_is_true_or_false_in_a_configuration_is_a_form_of_its_own():
+def test_each_switch_of_a_configuration_makes_a_form():
     for operation, expected in ((SEPARATE, [()]), (FUSED, [(), ("persistent",)])):
         kernels = selection.kernels_of(operation)
         found = selection.forms(kernels["hopper"], call("mid"))
@@ -403,7 +396,7 @@ def test_what_is_true_or_false_in_a_configuration_is_a_form_of_its_own():
         assert len(selection.forms(kernels["triton"], call("mid"))) == 1
 
 
-def test_an_entry_of_the_same_sizes_comes_before_what_is_predicted():
+def test_an_entry_of_the_same_sizes_comes_before_a_prediction():
     kernel = selection.kernels_of(FORWARD)["triton"]
     config = kernel.configs(call("odd"))[2]
     tuned_tables.write(

@@ -1,4 +1,4 @@
-"""Every kernel, called directly: n_keys, extreme scores, controls where the floor is the budget.
+"""Tests kernels of attention called directly: n_keys, extreme scores, segments, memory.
 
 On the CPU the portable ones are interpreted, and those for Hopper skipped.
 """
@@ -13,24 +13,21 @@ import torch
 
 from tests.ops.problems import DEVICE
 from tnp.dispatch import devices, plans, selection, tuned_tables
-from tnp.dispatch.spec import Budget, Call
+from tnp.dispatch.spec import Call
 from tnp.dispatch.spec import Case as OperatorsCase
-from tnp.gates.checks import distance, error_ratio, max_abs_error
-from tnp.ops._shared import rounding_error
+from tnp.gates.checks import max_abs_error
 from tnp.ops._shared.random_values import Random
-from tnp.ops.attention import FORWARD, FUSED, OPERATOR, SEPARATE
+from tnp.ops.attention import FORWARD, FUSED, OPERATOR, SEPARATE, few_keys
 from tnp.ops.attention.portable import backward as portable_backward
-from tnp.ops.attention.primitives import LOG2_E
+from tnp.ops.attention.primitives import LaunchConfig
 from tnp.ops.attention.torch_forms import reference as formula
-from tnp.ops.attention.torch_forms import visible
 
 SCALE = 0.125
-BUDGETS = {"o": Budget.outputs} | dict.fromkeys(("dq", "dk", "dv"), Budget.gradients)
 
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes, dtype, and the factor that q and k are scaled up by."""
+    """Holds sizes, dtype, and the factor that q and k are scaled up by."""
 
     batch: int
     n_heads: int
@@ -53,37 +50,29 @@ TARGET = replace(devices.of_device(DEVICE), multiprocessors=132)
 
 @dataclass(frozen=True)
 class Kernels:
-    """A forward and a backward kernel, launched by plans, with their default configurations."""
+    """Launches a forward and a backward kernel by plans, with their default configurations."""
 
     forward: str
     backward: str
     implementation: str
 
-    def run(self, q, k, v, do, n_keys=None, config=None) -> tuple[torch.Tensor, ...]:
-        """o, dq, dk, dv; skips the test where the kernels do not serve the problem."""
-        plan, inputs = self.plan(q, k, v, n_keys, config=config)
+    def run(self, q, k, v, do, n_keys=None) -> tuple[torch.Tensor, ...]:
+        """Returns o, dq, dk, dv; skips the test where the kernels do not serve the problem."""
+        plan, inputs = self.plan(q, k, v, n_keys)
         (o,), saved = plan.forward(inputs, (SCALE,))
         return o, *plan.backward((do,), tuple(plan.kept(inputs, (o,))), saved, (SCALE,))
 
-    def lse(self, q, k, v, n_keys=None, config=None) -> torch.Tensor:
-        """Of the rows, to base 2."""
-        plan, inputs = self.plan(q, k, v, n_keys, forward_config=config)
-        return plan.forward(inputs, (SCALE,))[1][0]
-
-    def plan(self, q, k, v, n_keys=None, wanted=("q", "k", "v"), config=None, forward_config=None):
-        """With these kernels forced, of `config` backward; and the inputs as it takes them."""
+    def plan(self, q, k, v, n_keys=None, wanted=("q", "k", "v")):
+        """Returns a plan with these kernels forced, and the inputs as it takes them."""
         inputs = (q, k, v, n_keys, None, None)
         what = selection.describe(OPERATOR, inputs, (), wanted, TARGET)
         backward = SEPARATE if self.implementation == "separate" else FUSED
         forced = {}
-        for operation, name, given in (
-            (FORWARD, self.forward, forward_config),
-            (backward, self.backward, config),
-        ):
+        for operation, name in ((FORWARD, self.forward), (backward, self.backward)):
             kernel = selection.kernels_of(operation)[name]
             if reason := kernel.refuses(what):
                 pytest.skip(reason)
-            forced[operation.name] = name, given or kernel.configs(what)[0]
+            forced[operation.name] = name, kernel.configs(what)[0]
         arguments = OPERATOR, self.implementation, inputs, (), wanted, TARGET, forced
         return plans.build(*arguments), inputs
 
@@ -103,7 +92,7 @@ def kernels(request) -> Kernels:
 
 
 def draw(case: Case) -> list[torch.Tensor]:
-    """q, k, v, views of one projection, and do."""
+    """Returns q, k, v, views of one projection, and do."""
     sizes = {name: getattr(case, name) for name in OPERATOR.sizes}
     problem = OPERATOR.problem(str(case.dtype).removeprefix("torch."), **sizes)
     of = OperatorsCase(problem, (("magnitude", case.magnitude),))
@@ -118,7 +107,7 @@ def counts(*n_keys: int) -> torch.Tensor:
 
 
 def reference(q, k, v, do, n_keys=None, dtype=torch.float64) -> list[torch.Tensor]:
-    """o, dq, dk, dv in `dtype`, each sample with its own keys alone."""
+    """Returns o, dq, dk, dv in `dtype`, each sample with its own keys alone."""
     samples = []
     for b, length in enumerate([k.shape[2]] * len(q) if n_keys is None else n_keys.tolist()):
         inputs = [x[b : b + 1].to(dtype).requires_grad_() for x in (q, k, v)]
@@ -128,40 +117,10 @@ def reference(q, k, v, do, n_keys=None, dtype=torch.float64) -> list[torch.Tenso
     return [torch.cat(heads) for heads in zip(*samples, strict=True)]
 
 
-def seen(q, k, n_keys=None) -> torch.Tensor | None:
-    """Which keys the queries of each sample see."""
-    return visible(q, k, n_keys, None, None)
-
-
-def ratios(outs, inputs, n_keys=None) -> dict[str, float]:
-    own = reference(*inputs, n_keys, dtype=inputs[0].dtype)
-    exact = reference(*inputs, n_keys)
-    floors = rounding_error.attention(*inputs, SCALE, seen(*inputs[:2], n_keys))
-    results = zip(BUDGETS, outs, own, exact, strict=True)
-    return {name: error_ratio(*tensors, floors[name]) for name, *tensors in results}
-
-
 def test_one_key_is_its_value_and_has_no_gradient_to_q_and_k(kernels):
     inputs = draw(Case(2, 2, 63, 1, dtype=torch.float32))
     for out, expected in zip(kernels.run(*inputs), reference(*inputs), strict=True):
         assert max_abs_error(out, expected) <= 1e-5
-
-
-def test_a_sample_has_its_own_keys(kernels):
-    n_keys = 1, 65
-    inputs = draw(Case(2, 2, 65, 127))
-    outs = kernels.run(*inputs, counts(*n_keys))
-    for name, ratio in ratios(outs, inputs, counts(*n_keys)).items():
-        assert ratio <= BUDGETS[name], name
-    for gradient in outs[2:]:
-        for b, length in enumerate(n_keys):
-            assert (gradient[b, :, length:] == 0).all()
-
-
-def test_all_keys_counted_is_not_counting(kernels):
-    inputs = draw(BATCH)
-    counted = kernels.run(*inputs, counts(60, 60, 60))
-    assert all(map(torch.equal, counted, kernels.run(*inputs)))
 
 
 def test_padding_changes_nothing(kernels):
@@ -185,49 +144,6 @@ def test_gradients_are_laid_out_as_the_projections_read_them(kernels):
     assert dv.data_ptr() == dk.data_ptr() + width * dk.element_size()
 
 
-def test_gradients_that_are_to_lie_apart_are_the_same(kernels):
-    """As custom operators give them, in memory of their own."""
-    q, k, v, do = draw(BATCH)
-    plan, inputs = kernels.plan(q, k, v, counts(*COUNTS))
-    (o,), saved = plan.forward(inputs, (SCALE,))
-    arguments = (do,), tuple(plan.kept(inputs, (o,))), saved, (SCALE,)
-    halves = plan.backward(*arguments)
-    plan.what = replace(plan.what, apart=True)
-    plan.backwards.clear()
-    apart = plan.backward(*arguments)
-    for one, other in zip(apart[1:], halves[1:], strict=True):
-        assert torch.equal(one, other) and one.transpose(1, 2).is_contiguous()
-    assert apart[1].untyped_storage().data_ptr() != apart[2].untyped_storage().data_ptr()
-
-
-@pytest.mark.blas
-@pytest.mark.parametrize("magnitude", [0.0, 12.0, 40.0])
-def test_from_all_equal_to_one_dominating_score(kernels, magnitude):
-    inputs = draw(Case(2, 1, 70, 40, dtype=torch.float32, magnitude=magnitude))
-    outs = kernels.run(*inputs, counts(40, 33))
-    for name, ratio in ratios(outs, inputs, counts(40, 33)).items():
-        assert ratio <= BUDGETS[name], name
-
-
-def test_few_keys_of_which_one_has_all_the_weight(kernels):
-    """The true dq and dk all but vanish: what float32 leaves of equal terms is no fault."""
-    inputs = draw(Case(2, 2, 70, 3, dtype=BATCH.dtype, magnitude=30.0))
-    for name, ratio in ratios(kernels.run(*inputs), inputs).items():
-        assert ratio <= BUDGETS[name], name
-
-
-@pytest.mark.blas
-@pytest.mark.parametrize("forward", ["separate", "few_keys"])
-@pytest.mark.parametrize("magnitude", [0.0, 30.0])
-def test_lse(forward, magnitude):
-    q, k, v, do = draw(Case(2, 2, 70, 40, dtype=torch.float32, magnitude=magnitude))
-    lse = KERNELS[forward].lse(q, k, v, counts(40, 33))
-    floor = rounding_error.attention(q, k, v, do, SCALE, seen(q, k, counts(40, 33)))["lse"]
-    scores = SCALE * q.double() @ k.double().mT
-    scores[1, :, :, 33:] = float("-inf")
-    assert distance(lse / LOG2_E, scores.logsumexp(-1)) <= Budget.outputs * floor
-
-
 def test_scores_far_below_zero(kernels):
     """Keys past a ragged end score 0: against these, a probability of 2⁷³⁸ if it were let in."""
     q, k, v, do = draw(Case(2, 2, 33, 20, dtype=torch.float32))
@@ -235,60 +151,6 @@ def test_scores_far_below_zero(kernels):
     outs, exact = kernels.run(*inputs, counts(20, 7)), reference(*inputs, counts(20, 7))
     for out, expected in zip(outs, exact, strict=True):
         assert max_abs_error(out, expected) <= 1e-3
-
-
-def last_key_dropped(inputs):
-    q, k, v, do = inputs
-    return q, k[:, :, :-1], v[:, :, :-1], do
-
-
-def scale_off_by_a_thousandth(inputs):
-    q, k, v, do = inputs
-    return q * 1.001, k, v, do
-
-
-def output_gradient_of_the_next_row(inputs):
-    q, k, v, do = inputs
-    return q, k, v, do.roll(1, 2)
-
-
-# What each must turn red. Where one key has all the weight, a scale moves hardly anything, and dq
-# and dk vanish. dv sees a scale less than o does: its floor is that of the weights.
-@pytest.mark.parametrize(
-    "wrong, n_k, magnitude, named",
-    [
-        (last_key_dropped, 40, 8.0, ("o", "dq", "dk", "dv")),
-        (last_key_dropped, 40, 30.0, ("o", "dv")),
-        (last_key_dropped, 3, 30.0, ("o", "dv")),
-        (scale_off_by_a_thousandth, 40, 8.0, ("o", "dq", "dk")),
-        (scale_off_by_a_thousandth, 40, 30.0, ("o",)),
-        (output_gradient_of_the_next_row, 40, 8.0, ("dq", "dk", "dv")),
-        (output_gradient_of_the_next_row, 40, 30.0, ("dq", "dk", "dv")),
-    ],
-)
-def test_negative_controls_fail_where_the_floor_is_the_budget(wrong, n_k, magnitude, named):
-    """They show what the budgets see, for which one pair of kernels will do."""
-    inputs = draw(Case(2, 1, 70, n_k, dtype=torch.float32, magnitude=magnitude))
-    outs = list(KERNELS["separate"].run(*wrong(inputs)))
-    for i in (2, 3):  # a key that was dropped has no gradient
-        outs[i] = torch.nn.functional.pad(outs[i], (0, 0, 0, n_k - outs[i].shape[2]))
-    found = ratios(outs, inputs)
-    for name in named:
-        assert found[name] > 2 * BUDGETS[name], name
-
-
-@pytest.mark.parametrize("n_k, magnitude", [(40, 8.0), (3, 30.0)])
-def test_a_delta_of_zero_fails_where_the_floor_is_the_budget(n_k, magnitude):
-    """ds = p dp in place of p (dp − delta): where one key has all the weight, dq and dk show it."""
-    inputs = draw(Case(2, 1, 70, n_k, dtype=torch.float32, magnitude=magnitude))
-    q, k, v, do = inputs
-    plan, tensors = KERNELS["separate"].plan(q, k, v)
-    (o,), saved = plan.forward(tensors, (SCALE,))
-    kept = tuple(plan.kept(tensors, (torch.zeros_like(o),)))
-    gradients = plan.backward((do,), kept, saved, (SCALE,))
-    found = ratios((o, *gradients), inputs)
-    assert found["dq"] > 5 * BUDGETS["dq"] and found["dk"] > 5 * BUDGETS["dk"]
-    assert found["dv"] <= BUDGETS["dv"]
 
 
 def test_split_reduction_is_the_single_pass(monkeypatch):
@@ -330,3 +192,83 @@ def test_configurations_differ():
             configs = kernel.configs(what)
             as_json = [json.dumps(tuned_tables.as_json(config)) for config in configs]
             assert len(set(as_json)) == len(configs) > 0
+
+
+# -------------------------------------------------------------------------------------- few keys
+
+FEW = KERNELS["few_keys"]
+
+
+def few_call(dtype: str = "bfloat16", gpu: str = "H200", **sizes) -> Call:
+    size = {"batch": 64, "n_heads": 8, "n_q": 564, "n_k": 64, "head_dim": 64} | sizes
+    return Call(OPERATOR.problem(dtype, **size), devices.named(gpu), OPERATOR.differentiated)
+
+
+@pytest.fixture
+def segments(monkeypatch) -> list[int]:
+    """Returns the numbers of segments of every backward pass with more than one."""
+    found, partials = [], few_keys.Partials
+
+    def counted(k, n, whole):
+        found.append(n)
+        return partials(k, n, whole)
+
+    monkeypatch.setattr(few_keys, "Partials", counted)
+    return found
+
+
+def backward(inputs, config: LaunchConfig, n_keys=None, multiprocessors: int = 132):
+    """Returns dq, dk, dv on a GPU of as many multiprocessors."""
+    q, k, v, do = inputs
+    plan, tensors = FEW.plan(q, k, v, n_keys)
+    (o,), saved = plan.forward(tensors, (SCALE,))
+    what = replace(plan.what, target=replace(TARGET, multiprocessors=multiprocessors))
+    arguments = (do,), (*tensors, o), saved
+    return few_keys.BACKWARD.prepare(what, config, arguments)(arguments, (SCALE,))
+
+
+def test_segments_add_up_to_the_single_launch(segments):
+    """Five tiles in segments of two: the last is short."""
+    inputs, n_keys = draw(Case(2, 2, 290, 40, dtype=torch.float32)), counts(40, 9)
+    config = LaunchConfig(64, 64, 4, 1)
+    split, again = (backward(inputs, config, n_keys) for _ in range(2))
+    assert segments == [2, 2]
+    assert all(map(torch.equal, split, again))
+    whole = backward(inputs, config, n_keys, multiprocessors=2)
+    assert segments == [2, 2]
+    for a, b in zip(split, whole, strict=True):
+        assert max_abs_error(a, b) <= 1e-5 and a.stride() == b.stride()
+
+
+def test_the_backward_pass_does_not_read_o():
+    q, k, v, do = draw(Case(1, 2, 70, 40))
+    plan, inputs = FEW.plan(q, k, v)
+    (o,), saved = plan.forward(inputs, (SCALE,))
+    first, again = (
+        plan.backward((do,), (*inputs, x), saved, (SCALE,))
+        for x in (o, torch.full_like(o, float("nan")))
+    )
+    assert all(map(torch.equal, first, again))
+
+
+def test_an_lse_off_by_a_rounding_does_not_unbalance_a_row():
+    """Σ_j ds_j = 0 whatever the scale of p: keys that are all equal leave no gradient to q."""
+    q, k, v, do = draw(Case(1, 2, 70, 40, dtype=torch.float32))
+    plan, inputs = FEW.plan(q, k[:, :, :1].expand_as(k), v)
+    (o,), (lse,) = plan.forward(inputs, (SCALE,))
+    dq, _, _ = plan.backward((do,), (*inputs, o), (lse + 0.01,), (SCALE,))
+    assert dq.abs().max() <= 1e-4
+
+
+def test_limits_of_few_keys():
+    for kernel in (few_keys.FORWARD, few_keys.BACKWARD):
+        assert kernel.refuses(few_call()) is None
+        assert kernel.refuses(few_call(n_k=257)) == "its tile holds 256 keys and there are 257"
+        refused = kernel.refuses(few_call("float32", n_k=128, head_dim=128))
+        assert refused == "no tile of 128 keys at head_dim 128 fits the registers"
+    assert few_keys.FORWARD.refuses(few_call("float32", head_dim=128)) is None
+    assert few_keys.BACKWARD.refuses(few_call("float32", head_dim=128)) is not None
+    assert few_keys.FORWARD.refuses(few_call(n_k=256)) is None
+    for kernel, gpu in ((few_keys.BACKWARD, "H200"), (few_keys.FORWARD, "A100")):
+        refused = kernel.refuses(few_call(n_k=129, gpu=gpu))
+        assert refused == "no tile of 129 keys at head_dim 64 fits the registers"

@@ -1,4 +1,4 @@
-"""Layouts of queries, keys and values: there and back, without copies, and what is refused."""
+"""Tests layouts of queries, keys and values: there and back, without copies, and refusals."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_there_and_back(x):
 
 
 @every
-def test_what_can_be_a_view_is_one(x):
+def test_layouts_are_views_where_possible(x):
     for y in (tokens_first(x), heads_first(x), grouped(x, 3), ungrouped(grouped(x, 3))):
         assert shares(y, x)
     result = tokens_first(x).contiguous().transpose(1, 2)  # as ours lay out theirs

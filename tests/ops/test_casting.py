@@ -1,4 +1,4 @@
-"""Weights cast once a step are those cast where they are used, whatever happens to them between."""
+"""Tests that weights cast once a step equal those cast at each use."""
 
 import copy
 from threading import Thread
@@ -93,7 +93,7 @@ def test_copies_that_a_graph_keeps_outlive_a_step_without_them():
     assert casts.copies() == []
 
 
-def test_what_is_no_parameter_of_the_loop_is_not_kept():
+def test_weights_of_no_parameter_are_not_kept():
     weight, other = _weight(), _weight()
     with WeightCasts([weight]).step():
         assert cast_weight(other, torch.bfloat16) is not cast_weight(other, torch.bfloat16)

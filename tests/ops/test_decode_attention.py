@@ -1,5 +1,6 @@
-"""Decode attention: how work is shared, what is read, pages, refusals. The operators' gate compares
-numbers with float64.
+"""Tests decode attention: how work is shared, what is read, pages.
+
+The gate compares numbers with float64.
 """
 
 import random
@@ -20,7 +21,7 @@ SMALL = Config(16, 1, 4, 2)  # blocks of 16 keys, a program a multiprocessor
 
 
 def draw(lengths, kv_heads=2, group=2, n_queries=1, n_keys=96, head_dim=16, page=None, seed=0):
-    """q, k, v, lengths and a page table, which is None without `page`."""
+    """Returns q, k, v, lengths and a page table, which is None without `page`."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -42,7 +43,7 @@ def ours(*inputs, **named):
 
 
 def plan(inputs, programs, config=SMALL):
-    """Of the kernel on a GPU of so many multiprocessors."""
+    """Returns a plan of the kernel on a GPU of so many multiprocessors."""
     inputs = (*inputs, None, None)
     target = Target("interpreter", multiprocessors=programs)
     forced = {FORWARD: ("triton", config)}
@@ -54,7 +55,7 @@ def run(made, inputs):
 
 
 def one_by_one(q, k, v, lengths, table=None):
-    """In float64, by a loop over sequences, heads and queries."""
+    """Computes the result in float64, by a loop over sequences, heads and queries."""
     o = torch.zeros(q.shape, dtype=torch.float64)
     n_queries, group = q.shape[2], q.shape[1] // k.shape[1]
     for b, length in enumerate(lengths.tolist()):
@@ -75,45 +76,32 @@ def close(found, inputs):
     torch.testing.assert_close(found.double(), one_by_one(*inputs), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("programs", [1, 3, 8, 40, 100])
+@pytest.mark.parametrize("programs", [1, 8, 40, 100])
 def test_any_number_of_programs_shares_any_lengths(programs):
-    """Ranges that begin and end inside of pairs, at their edges, and that are empty."""
+    """Ranges begin and end inside of pairs, at their edges, and some are empty."""
     chance = random.Random(programs)
-    for seed in range(2):
-        lengths = [chance.choice((0, 1, 15, 16, 17, 48, 95, 96)) for _ in range(5)]
-        inputs = draw(lengths, n_queries=1 + seed, seed=seed)
-        close(run(plan(inputs, programs), inputs), inputs)
+    lengths = [chance.choice((0, 1, 15, 16, 17, 48, 95, 96)) for _ in range(5)]
+    inputs = draw(lengths, n_queries=1 + programs % 2, seed=programs)
+    close(run(plan(inputs, programs), inputs), inputs)
 
 
 def test_a_pair_in_more_parts_than_are_read_at_once():
-    inputs = draw([1, 1, 1, 1088], kv_heads=4, group=1, n_keys=1088)
+    inputs = draw([1, 1088], kv_heads=2, group=1, n_keys=1088)
     close(run(plan(inputs, 64), inputs), inputs)
 
 
 @pytest.mark.parametrize("page", [None, 32])
 def test_a_plan_serves_all_lengths(page):
-    """As a captured launch does, whose lengths change in place."""
+    """A captured launch does so: its lengths change in place."""
     inputs = draw([96, 96, 96], page=page)
     made = plan(inputs, 4)
-    for lengths in ([96, 96, 96], [1, 2, 3], [0, 0, 0], [96, 0, 17], [0, 50, 1]):
+    for lengths in ([96, 96, 96], [0, 0, 0], [96, 0, 17]):
         inputs[3].copy_(torch.tensor(lengths))
         close(run(made, inputs), inputs)
 
 
-@pytest.mark.parametrize("page", [16, 32, 48])
-@pytest.mark.parametrize("block_n", [16, 32, 64])
-def test_pages_and_blocks_of_any_sizes(page, block_n):
-    inputs = draw([0, 1, 95, 96], page=page)
-    close(run(plan(inputs, 3, Config(block_n, 1, 4, 2)), inputs), inputs)
-
-
-@pytest.mark.parametrize("kv_heads, group", [(3, 1), (2, 3)])
-def test_grouped_heads_and_several_queries(kv_heads, group):
-    inputs = draw([3, 40, 7], kv_heads, group, n_queries=5)
-    close(ours(*inputs), inputs)
-
-
 def test_a_query_without_a_key_gives_zero():
+    assert (ours(*draw([0, 0], n_keys=0)) == 0).all()
     for implementation in ("triton", "sdpa", "reference"):
         inputs = draw([0, 2, 4], n_queries=4)
         o = decode_attention(*inputs, implementation=implementation)
@@ -122,7 +110,7 @@ def test_a_query_without_a_key_gives_zero():
 
 
 @pytest.mark.parametrize("page", [None, 32])
-def test_what_lies_past_a_sequence_is_not_read(page):
+def test_memory_past_a_sequence_is_not_read(page):
     """NaN in rows past the lengths and in pages that nobody has, and what are no pages' numbers."""
     inputs = draw([0, 33, 96, 64], page=page)
     expected = ours(*inputs)
@@ -140,13 +128,6 @@ def test_what_lies_past_a_sequence_is_not_read(page):
     assert torch.equal(ours(q, k, v, lengths, table), expected)
 
 
-def test_a_cache_without_pages_in_order_is_one_with_pages():
-    paged = draw([5, 96, 40], page=16)
-    q, k, v, lengths, table = paged
-    k, v = (x[table.long()].transpose(1, 2).flatten(2, 3) for x in (k, v))
-    assert torch.equal(ours(q, k, v, lengths), ours(*paged))
-
-
 def test_views_are_read_where_they_lie_in_two_launches_or_one():
     """Blocks of the default have 16 keys in float32."""
     for n_keys, launches in ((16, 1), (17, 2)):
@@ -157,33 +138,23 @@ def test_views_are_read_where_they_lie_in_two_launches_or_one():
         assert o.shape == inputs[0].shape and o.transpose(1, 2).is_contiguous()
 
 
-def test_lengths_and_tables_that_are_strided():
-    q, k, v, lengths, table = draw([20, 96, 40], page=16)
-    expected = ours(q, k, v, lengths, table)
-    lengths = torch.stack((lengths, lengths * 0), 1)[:, 0]
-    assert torch.equal(ours(q, k, v, lengths, table.T.contiguous().T), expected)
-
-
-@pytest.mark.parametrize("page, programs", [(None, 3), (16, 40), (48, 3)])
-def test_what_is_out_of_range_is_nan_in_its_own_sequence(page, programs):
-    """Which is what happens on CUDA, where the host does not know it; and nothing is read there."""
-    inputs = draw([96, 20, 40, 33], page=page, n_queries=2)
+def test_a_number_out_of_range_is_nan_in_its_own_sequence():
+    """On CUDA the host does not know the numbers. Nothing is read there."""
+    page = 16
+    inputs = draw([96, 20, 40, 33], page=page)
     q, k, v, lengths, table = inputs
-    made = plan(inputs, programs)
+    made = plan(inputs, 8)
 
     def found(lengths, table):
         o = run(made, (q, k, v, lengths, table))
-        for form in (torch_forms.reference, torch_forms.sdpa):
-            expected = form(q, k, v, lengths, table, None, None, SCALE)
-            torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+        expected = torch_forms.sdpa(q, k, v, lengths, table, None, None, SCALE)
+        torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
         return o.isnan().flatten(1).sum(1).tolist()
 
     whole = q[0].numel()
     assert found(lengths, table) == [0, 0, 0, 0]
-    for wrong in (97, 2**31 - 1, -1, -(2**31)):
+    for wrong in (97, -(2**31)):
         assert found(torch.tensor([96, wrong, 40, 33]).int(), table) == [0, whole, 0, 0]
-    if page is None:
-        return
     places = (0, 0), (0, 96 // page - 1), (2, 0), (2, 39 // page)
     for number, (b, at) in zip((len(k), 10**6, -1, -(2**31)), places, strict=True):
         past = table.clone()
@@ -194,42 +165,8 @@ def test_what_is_out_of_range_is_nan_in_its_own_sequence(page, programs):
     assert found(lengths, past) == [0, 0, 0, 0]
 
 
-def test_what_is_out_of_range_is_asserted_where_asked(monkeypatch):
-    inputs = draw([96, 20, 40], page=32)
-    q, k, v, lengths, table = inputs
-    wrong, past = torch.tensor([500, -7, 40]).int(), table.clone()
-    past[0, 0], past[2, 1] = 10**6, -1
-    monkeypatch.setenv("TNP_CHECK", "1")
-    made = plan(inputs, 3)
-    for bad in ((wrong, table), (lengths, past)):
-        with pytest.raises(RuntimeError, match="must lie between 0 and"):
-            run(made, (q, k, v, *bad))
-    close(run(made, inputs), inputs)
-
-
-OUT_OF_RANGE = [
-    ([5, 97], None, "n_keys is 97 in sample 1: it must lie between 0 and 96"),
-    ([-1, 5], None, "n_keys is -1 in sample 0: it must lie between 0 and 96"),
-    ([5, 97], (0, 0, 0), "n_keys is 97 in sample 1: it must lie between 0 and 96"),
-    ([40, 40], (1, 1, 9), "page_table is 9 in sample 1 at place 1: it must lie between 0 and 8"),
-    ([40, 40], (0, 0, -1), "page_table is -1 in sample 0 at place 0: it must lie between 0 and 8"),
-]
-
-
-@pytest.mark.parametrize("implementation", ["triton", "sdpa", "reference"])
-@pytest.mark.parametrize("lengths, entry, sentence", OUT_OF_RANGE)
-def test_what_is_out_of_range_is_one_sentence_on_the_cpu(implementation, lengths, entry, sentence):
-    inputs = draw(lengths, page=32 if entry else None)
-    if entry:
-        *place, number = entry
-        inputs[4][tuple(place)] = number
-    with pytest.raises(ValueError) as raised:
-        decode_attention(*inputs, implementation=implementation)
-    assert str(raised.value) == sentence
-
-
 def test_numbers_that_the_host_cannot_read_are_not_asked_for():
-    """In one graph, and of fake tensors."""
+    """Calls it in one graph, and with fake tensors."""
     inputs = draw([5, 9], n_keys=32, page=16)
     compiled = torch.compile(decode_attention, fullgraph=True, backend="eager")
     close(compiled(*inputs, scale=SCALE, implementation="reference"), inputs)
@@ -256,7 +193,7 @@ def test_a_cache_in_8_bits_is_multiplied_by_its_descales(each):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="an interpreter has one order")
 def test_equal_from_run_to_run():
-    """Of pairs that many programs share, in whatever order these come to an end."""
+    """Many programs share a pair, and come to an end in any order."""
     lengths = [16_000, 9_000, 17, 0]
     inputs = [x if x is None else x.cuda() for x in draw(lengths, n_queries=2, n_keys=16_384)]
     first = ours(*inputs)
@@ -268,13 +205,6 @@ def test_nan_is_not_hidden():
     inputs[1][0, 0, 7, 3] = float("nan")
     o = ours(*inputs)
     assert o[0, :2].isnan().all() and not o[0, 2:].isnan().any() and not o[1].isnan().any()
-
-
-def test_sizes_of_zero():
-    q, k, v, lengths, _ = draw([])
-    assert ours(q, k, v, lengths).shape == (0, 4, 1, 16)
-    q, k, v, lengths, _ = draw([0, 0], n_keys=0)
-    assert (ours(q, k, v, lengths) == 0).all()
 
 
 @pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA A100", "NVIDIA A10G"])
@@ -314,75 +244,10 @@ def test_spot_is_the_reference_of_two_heads(page):
     torch.testing.assert_close(part.float(), whole[at], rtol=1e-4, atol=1e-5)
 
 
-def test_within_language_models():
-    llama = {"n_heads": 32, "n_kv_heads": 8, "head_dim": 128, "vocabulary": 128_256}
-    run = {"batch": 8, "n_tokens": 1, "n_cached": 4097, "dtype": "bfloat16"}
-    found = OPERATOR.within(llama, run)
-    assert (found["n_keys"], found["page"], found["page_table"]) == (4097, 4097, False)
-    found = OPERATOR.within(llama, run | {"page": 256})
-    assert (found["n_keys"], found["page"], found["page_table"]) == (4352, 256, True)
-    assert OPERATOR.within({"n_heads": 8, "d_model": 512}, run) is None
-    assert OPERATOR.within(llama | {"window": 4097}, run)["n_keys"] == 4097  # which bounds nothing
-    with pytest.raises(
-        ValueError, match="a window of 4096 tokens, and n_cached is 4097: it takes n"
-    ):
-        OPERATOR.within(llama | {"window": 4096}, run)
-    with pytest.raises(KeyError, match="n_cached"):
-        OPERATOR.within(llama, {"batch": 8, "n_tokens": 2048, "dtype": "bfloat16"})
-
-
 Q, K, V, LENGTHS, TABLE = draw([5, 9], page=32)
-FLAT = K[:2]
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"q": Q[0]}, r"q has shape \(4, 1, 16\): it must be \[B, H, T, D\]"),
-        ({"k": K[0]}, r"k has shape \(2, 32, 16\): it must be \[B, H_kv, S, D\], or"),
-        ({"k": K.mT.contiguous().mT}, "its last dimension must be contiguous"),
-        ({"v": V[:3]}, "they must be equal"),
-        ({"k": K.half(), "v": V.half()}, "k is torch.float16 and q is torch.float32"),
-        ({"k": K.to(torch.float8_e4m3fn), "v": V.to(torch.float8_e4m3fn)}, "a q of 16 bits"),
-        ({"q": Q[..., :8]}, "they must agree in D"),
-        ({"q": Q[:, :3]}, "q's heads must be a multiple of k's"),
-        ({"n_keys": LENGTHS.long()}, r"n_keys is torch.int64 \(2,\): it must be int32"),
-        ({"n_keys": LENGTHS[:1]}, r"it must be int32 of shape \(2,\)"),
-        ({"n_keys": LENGTHS.to("meta")}, "n_keys is on meta and q on cpu"),
-        ({"page_table": None}, "q has 2 sequences and k 9: without page_table"),
-        ({"page_table": TABLE.long()}, r"it must be int32 \[2, max_pages\]"),
-        ({"page_table": TABLE[:1]}, r"it must be int32 \[2, max_pages\]"),
-        ({"k": K[:0], "v": V[:0]}, "k has no pages: it must have at least one"),
-        ({"q": [1]}, r"q is of type list: it must be a tensor"),
-        ({"k": [1]}, r"k is of type list: it must be a tensor"),
-        ({"k_descale": torch.ones(3)}, r"k_descale is torch.float32 \(3,\): it must be float32"),
-        ({"v_descale": torch.ones(2).half()}, r"must be float32 \[2\] or \[2, 2\]"),
-        ({"full": "no"}, "full is 'no': it must be True or False"),
-        ({"full": 1}, "full is 1: it must be True or False"),
-        ({"scale": 0.0}, "scale is 0.0: it must be positive and finite"),
-        ({"q": Q.clone().requires_grad_()}, "q asks for a gradient and decode_attention gives"),
-    ],
-)
-@pytest.mark.parametrize("implementation", ["sdpa", "triton", "auto"])
-def test_refusals(change, message, implementation):
-    inputs = {"q": Q, "k": K, "v": V, "n_keys": LENGTHS, "page_table": TABLE} | change
-    with pytest.raises(ValueError, match=message):
-        decode_attention(**inputs, implementation=implementation)
-
-
-def test_without_gradients_what_asks_for_them_is_taken():
+def test_inputs_that_ask_for_gradients_are_taken_under_no_grad():
     inputs = draw([5, 9])
     with torch.no_grad():
         assert not ours(inputs[0].requires_grad_(), *inputs[1:]).requires_grad
-
-
-def test_limits_of_ours():
-    wrong = [
-        (draw([5], head_dim=24), "it takes head_dim 16, 32, .* not 24"),
-        (draw([5], page=24), "it takes pages of a multiple of 16 tokens, not 24"),
-        (draw([1] * 1025, 1, 1, n_keys=1), "it takes up to 1024 sequences, not 1025"),
-        (draw([5], 1, 64, 5, head_dim=32), "takes up to 128 queries that read the same keys"),
-    ]
-    for inputs, message in wrong:
-        with pytest.raises(RuntimeError, match=message):
-            ours(*inputs)

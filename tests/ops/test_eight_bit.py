@@ -1,4 +1,4 @@
-"""Attention in 8 bits: the quantizer bit by bit, attention against what 8 bits hold, refusals."""
+"""Tests attention in 8 bits: the quantizer bit by bit, and results against the emulation."""
 
 import math
 
@@ -6,13 +6,10 @@ import pytest
 import torch
 
 from tests.ops.problems import DEVICE
-from tnp.dispatch import devices, selection
-from tnp.dispatch.spec import Call
+from tnp.dispatch import selection
 from tnp.gates.checks import relative_error
 from tnp.ops.attention import OPERATOR, attention, eight_bit
 from tnp.ops.attention.eight_bit.quantize import Quantized, quantizer
-
-E4M3 = next(one for one in OPERATOR.implementations if one.name == "e4m3")
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +19,7 @@ def _no_gradients():
 
 
 def drawn(n_q: int, n_k: int, batch: int = 1, n_heads: int = 2) -> tuple[torch.Tensor, ...]:
-    """Views of one projection, values of mean 1, numbers of which sums in float32 are exact."""
+    """Returns views of one projection, of values of mean 1, whose sums in float32 are exact."""
     generator = torch.Generator().manual_seed(n_q + n_k)
     shape = batch, max(n_q, n_k), 3, n_heads, eight_bit.HEAD_DIM
     x = (torch.randn(shape, generator=generator) * 16).round() / 16
@@ -41,7 +38,7 @@ def quantized(q, k, v, n_keys=None) -> Quantized:
 
 
 def values_of(x: Quantized, at: tuple[int, int]) -> torch.Tensor:
-    """v of one head [L, D] in the order of keys, from tiles of 64 transposed keys."""
+    """Returns v of one head [L, D] in the order of keys, from tiles of 64 transposed keys."""
     tiles = x.v[at].float().unflatten(0, (-1, 64)).mT.flatten(0, 1)
     position = torch.arange(len(tiles), device=DEVICE)
     key = position // 16 * 16 + position // 2 % 2 * 8 + position // 4 % 4 * 2 + position % 2
@@ -90,7 +87,7 @@ def test_scales_are_the_least_powers_of_two_and_rows_of_zeros_have_one():
 
 
 @pytest.mark.parametrize(("n_q", "n_k"), [(1, 1), (65, 128), (20, 129), (40, 400)])
-def test_attention_is_what_the_emulation_says(n_q, n_k):
+def test_attention_equals_its_emulation(n_q, n_k):
     q, k, v = drawn(n_q, n_k)
     o = attention(q, k, v, scale=0.125, implementation="e4m3")
     case = OPERATOR.case("bfloat16", 1, 2, n_q, n_k, eight_bit.HEAD_DIM)
@@ -115,7 +112,7 @@ def test_padding_has_no_part_in_anything():
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_what_is_not_finite_is_not_hidden_by_a_scale(name, bad):
+def test_infinities_and_nan_are_not_hidden_by_a_scale(name, bad):
     inputs = named(*drawn(8, 300))
     inputs[name][0, 1, 3, 5] = bad
     o = attention(*(inputs[one] for one in "qkv"), implementation="e4m3")
@@ -127,40 +124,6 @@ def test_what_is_not_finite_is_not_hidden_by_a_scale(name, bad):
         assert not finite[0, 1].any()
     else:
         assert not finite[0, 1, :, 5].any()
-
-
-def refused(dtype="bfloat16", head_dim=64, target=None, wanted=()):
-    sizes = {"batch": 1, "n_heads": 1, "n_q": 4, "n_k": 4, "head_dim": head_dim}
-    target = target or devices.INTERPRETER
-    return E4M3.refuses(Call(OPERATOR.problem(dtype, **sizes), target, wanted))
-
-
-def test_refusals_say_what_is_taken():
-    assert refused() is None
-    assert refused(dtype="float16") == "it takes bfloat16, not float16"
-    assert refused(head_dim=32) == "it takes head_dim 64, not 32"
-    assert refused(wanted=("q",)) == "it is forward only"
-    assert refused(target=devices.of_capability(80)) == (
-        "it needs compute capability 8.9 or newer, this GPU has 8.0"
-    )
-    for capability in (89, 90, 100):
-        assert refused(target=devices.of_capability(capability)) is None
-
-
-def test_a_gradient_that_is_asked_for_is_refused():
-    q, k, v = drawn(4, 4)
-    with torch.enable_grad(), pytest.raises(RuntimeError, match="forward only"):
-        attention(q.clone().requires_grad_(), k, v, implementation="e4m3")
-
-
-def test_auto_takes_it_only_where_it_is_asked_for():
-    sizes = {"batch": 1, "n_heads": 8, "n_q": 3000, "n_k": 3000, "head_dim": 64}
-    call = Call(OPERATOR.problem("bfloat16", **sizes), devices.of_capability(100))
-    chosen = {
-        name: selection.choose_implementation(OPERATOR, name, call)[0].name
-        for name in ("auto", "auto:e4m3")
-    }
-    assert chosen["auto"] != "e4m3" and chosen["auto:e4m3"] == "e4m3"
 
 
 @pytest.mark.parametrize("left_out", ["order", "vector"])

@@ -1,4 +1,4 @@
-"""Offsets of every kernel are 64-bit: a tensor whose elements lie far apart gives the same results.
+"""Tests that a tensor whose elements lie far apart gives the same results: offsets are 64-bit.
 
 The catalog says which operators there are, so a new one is tested without a word here. Each kernel
 of ours that Triton's interpreter runs gets each input and each arriving gradient from memory that
@@ -11,18 +11,20 @@ the tensor. The kernel then reads zeros there: a fault shows in numbers and kill
 
 import mmap
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
-from itertools import cycle, islice
+from itertools import product
 
 import pytest
 import torch
 
-from tests.ops.problems import DEVICE, HERE
-from tnp.dispatch import devices, plans, selection
+from tests.ops.problems import HERE, unexpected
+from tnp.dispatch import devices
 from tnp.dispatch.registry import catalog
-from tnp.dispatch.spec import Call, Case, Implementation, Operator
-from tnp.gates.results import wanted_of
-from tnp.ops._shared.random_values import Random, Upstream
+from tnp.dispatch.spec import Call, Case, Operator
+from tnp.gates.forced import Forced, Pair, pairs_of
+from tnp.gates.results import Results, Setting
+from tnp.ops._shared.random_values import Random
 from tnp.ops.attention import attention
 
 pytestmark = pytest.mark.skipif(
@@ -60,7 +62,7 @@ WIDER = {
 
 
 def far(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
-    """A copy of x in which `dims` reach 2³¹ elements or more, each around the ones behind it."""
+    """Returns a copy of x in which `dims` reach 2³¹ elements or more, the last ones first."""
     strides, span = [0] * x.dim(), 1
     for dim in reversed(range(x.dim())):
         if dim not in dims:
@@ -81,7 +83,7 @@ def far(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
 
 
 def cases(operator: Operator) -> list[Case]:
-    """Cases of the gate and wider ones, the smallest first.
+    """Returns cases of the gate and wider ones, the smallest first.
 
     Those in bfloat16 come last: PyTorch's own product of far bfloat16 columns is wrong on a CPU.
     """
@@ -95,84 +97,43 @@ def cases(operator: Operator) -> list[Case]:
     return sorted([*operator.cases(HERE), *wider], key=order)
 
 
-def serving(own: Implementation, what: Call) -> Iterator[selection.Forced]:
-    """Kernels of both passes that serve a call, each with each of its forms at least once."""
-    operations = [own.forward] + ([own.backward] if what.wanted else [])
-    able = [
-        [
-            (kernel.saves, (kernel.name, config))
-            for kernel in selection.kernels_of(operation).values()
-            if not kernel.refuses(what)
-            for config in selection.forms(kernel, what)
-        ]
-        for operation in operations
-    ]
-    for form in dict.fromkeys(saves for saves, _ in able[0]):
-        chosen = [[one for saves, one in some if saves == form or len(able) == 1] for some in able]
-        if all(chosen):
-            longest = max(map(len, chosen))
-            for pair in zip(*(islice(cycle(some), longest) for some in chosen), strict=True):
-                yield {one.name: choice for one, choice in zip(operations, pair, strict=True)}
+def results(setting: Setting, pair: Pair, moved: dict[str, torch.Tensor]) -> Results:
+    """Returns outputs and gradients; `moved` stand in for inputs and arriving gradients."""
+    inputs = {name: moved.get(name, x) for name, x in setting.inputs.items()}
+
+    def upstream(name: str, like: torch.Tensor) -> torch.Tensor:
+        return moved.get(f"d{name}", setting.upstream(name, like))
+
+    run = Forced(replace(setting, inputs=inputs), pair, setting.wanted)
+    found = run.results(upstream=upstream)
+    return {name: x for name, x in found.items() if x is not None}
 
 
-class Setting:
-    """A case with its kernels forced, and what they compute of tensors in any layout."""
+def arriving(setting: Setting, pair: Pair) -> dict[str, torch.Tensor]:
+    """Returns gradients of the outputs by "d" + name."""
+    if not setting.wanted:
+        return {}
+    operator = setting.operator
+    named = operator.of_results(setting.options)
+    inputs = tuple(setting.inputs.values())
+    outputs, _ = pair.forward.kernel.empty(setting.wanted, inputs, **named)
+    names = operator.outputs_of(setting.case.problem)
+    return {f"d{n}": setting.upstream(n, x) for n, x in zip(names, outputs, strict=True)}
 
-    def __init__(self, operator: Operator, own: Implementation, case: Case) -> None:
-        self.operator, self.own, self.case = operator, own, case
-        drawn = operator.draw(case, Random(case, DEVICE))
-        self.upstream = Upstream(Random(case, DEVICE, seed=1), drawn)
-        self.inputs = {name: drawn.get(name) for name in operator.tensors}
-        self.options = operator.call_options(case.problem)
-        self.wanted = wanted_of(operator, own, case)
 
-    def kernels(self) -> Iterator[selection.Forced]:
-        """Pairs of kernels that serve the case; none where the implementation does not."""
-        inputs = tuple(self.inputs.values())
-        what = selection.describe(self.operator, inputs, self.options, self.wanted)
-        if self.own.refuses(what) is None:
-            yield from serving(self.own, what)
-
-    def arriving(self, forced: selection.Forced) -> dict[str, torch.Tensor]:
-        """Gradients of the outputs by "d" + name."""
-        if not self.wanted:
-            return {}
-        kernel = selection.kernels_of(self.own.forward)[forced[self.own.forward.name][0]]
-        named = self.operator.of_results(dict(self.options))
-        outputs, _ = kernel.empty(self.wanted, tuple(self.inputs.values()), **named)
-        names = self.operator.outputs_of(self.case.problem)
-        return {f"d{n}": self.upstream(n, x) for n, x in zip(names, outputs, strict=True)}
-
-    def results(self, forced: selection.Forced, **moved: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Outputs and gradients by name; `moved` stand in for inputs and arriving gradients."""
-        operator, numbers = self.operator, self.operator.numbers
-        inputs = tuple(moved.get(name, x) for name, x in self.inputs.items())
-        plan = plans.build(
-            operator, self.own.name, inputs, self.options, self.wanted, forced=forced
-        )
-        outputs, saved = plan.forward(inputs, numbers)
-        found = dict(zip(operator.outputs_of(self.case.problem), outputs, strict=True))
-        if self.wanted:
-            gradients = [moved.get(f"d{n}", self.upstream(n, x)) for n, x in found.items()]
-            kept = tuple(plan.kept(inputs, outputs))
-            given = plan.backward(tuple(gradients), kept, saved, numbers)
-            found |= {f"d{n}": x for n, x in zip(operator.differentiated, given, strict=True)}
-        return {name: x for name, x in found.items() if x is not None}
-
-    def each_taken(
-        self, forced: selection.Forced, moved: dict[str, torch.Tensor]
-    ) -> Iterator[dict[str, torch.Tensor]]:
-        """Results of what was moved: of all together, or one by one where one is refused."""
-        try:
-            yield self.results(forced, **moved)
-        except ValueError:  # no tensor of these strides is taken, and a sentence says so
-            for name, x in moved.items() if len(moved) > 1 else ():
-                yield from self.each_taken(forced, {name: x})
+def each_taken(setting: Setting, pair: Pair, moved: dict[str, torch.Tensor]) -> Iterator[Results]:
+    """Yields results of tensors together, or one by one where one is refused."""
+    try:
+        yield results(setting, pair, moved)
+    except ValueError:  # no tensor of these strides is taken, and a sentence says so
+        for name, x in moved.items() if len(moved) > 1 else ():
+            yield from each_taken(setting, pair, {name: x})
 
 
 def layouts(tensors: dict[str, torch.Tensor | None]) -> dict[tuple[int, ...], list[str]]:
-    """Dimensions that are put far, and of which tensors: each that is large enough, and all of a
-    tensor's but its last.
+    """Returns dimensions to put far, and of which tensors.
+
+    They are each that is large enough, and all of a tensor's but its last.
     """
     found: dict[tuple[int, ...], list[str]] = {}
     for name, x in tensors.items():
@@ -183,14 +144,14 @@ def layouts(tensors: dict[str, torch.Tensor | None]) -> dict[tuple[int, ...], li
     return found
 
 
-def runs(forced: selection.Forced, name: str, operator: Operator) -> list[tuple]:
-    """Returns the operations that read a tensor, with kernels and the switches of their configs."""
-    found = [(op, kernel, selection.switches(config)) for op, (kernel, config) in forced.items()]
-    return found if name in operator.tensors else found[1:]
+def runs(pair: Pair, name: str, operator: Operator) -> list[str]:
+    """Returns the kernels that read a tensor, with the switches of their configurations."""
+    forms = [f"{at} {form.name}" for at, form in enumerate(pair.forms)]
+    return forms if name in operator.tensors else forms[1:]
 
 
 def near_enough(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Equal, or one rounding apart: PyTorch sums a product by the layout of its operands."""
+    """Returns whether x is at most a rounding from y: products sum by operands' layout."""
     if torch.equal(x, y):
         return True
     x, y, eps = x.double(), y.double(), torch.finfo(y.dtype).eps
@@ -216,27 +177,27 @@ def test_lengths_may_be_a_column(route):
 @pytest.mark.parametrize("op", list(catalog().operators))
 def test_no_offset_wraps_around(op):
     operator = catalog().operator(op)
-    tried: set[tuple] = set()  # what runs, tensor, dimensions
+    tried: set[tuple] = set()  # kernel, tensor, dimensions
     given: set[str] = set()
     ours = [own for own in operator.implementations if own.forward is not None]
-    for case in cases(operator):
-        for own in ours:
-            setting = Setting(operator, own, case)
-            given |= {name for name, x in setting.inputs.items() if x is not None and x.numel()}
-            for forced in setting.kernels():
-                near = None
-                tensors = setting.inputs | setting.arriving(forced)
-                for dims, names in layouts(tensors).items():
-                    new = {
-                        name: {(*part, name, dims) for part in runs(forced, name, operator)} - tried
-                        for name in names
-                    }
-                    moved = {name: far(tensors[name], dims) for name in names if new[name]}
-                    if not moved:
-                        continue
-                    tried.update(*new.values())
-                    near = near or setting.results(forced)
-                    for found in setting.each_taken(forced, moved):
-                        for result, x in near.items():
-                            assert near_enough(found[result], x), (result, dims, [*moved], forced)
+    for case, own in product(cases(operator), ours):
+        setting = unexpected(operator, own, case)
+        given |= {name for name, x in setting.inputs.items() if x is not None and x.numel()}
+        what = Call(case.problem, HERE, setting.wanted)
+        for pair in pairs_of(own, what) if own.refuses(what) is None else ():
+            near = None
+            tensors = setting.inputs | arriving(setting, pair)
+            for dims, names in layouts(tensors).items():
+                new = {
+                    name: {(part, name, dims) for part in runs(pair, name, operator)} - tried
+                    for name in names
+                }
+                moved = {name: far(tensors[name], dims) for name in names if new[name]}
+                if not moved:
+                    continue
+                tried.update(*new.values())
+                near = near or results(setting, pair, {})
+                for found in each_taken(setting, pair, moved):
+                    for result, x in near.items():
+                        assert near_enough(found[result], x), (result, dims, [*moved], pair.name)
     assert given <= {name for *_, name, _ in tried}, "give WIDER a case that has more of these"

@@ -8,11 +8,13 @@ import triton
 import triton.language as tl
 
 from tests.gates.test_compile import in_child
+from tests.ops.launched import reads, recorded
 from tests.ops.problems import DEVICE
 from tnp.dispatch.devices import INTERPRETER, Target
 from tnp.dispatch.launcher import Bound
 from tnp.gates.checks import relative_error
 from tnp.ops._shared.few_rows import add_dot_in_parts, chained
+from tnp.ops.projection import linear
 
 # Prints of each kernel: its name and capability, whether it is launched ahead of the end of the one
 # before, and in their order what touches memory or has to do with other launches.
@@ -97,7 +99,7 @@ def _product_kernel(
 
 @pytest.mark.parametrize("parts", [1, 2, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_products_in_parts_are_added_to_what_is_there(parts, dtype):
+def test_products_in_parts_are_added_up(parts, dtype):
     generator = torch.Generator().manual_seed(0)
     a, w, out = (
         torch.randn(shape, generator=generator) for shape in ((16, 128), (8, 128), (16, 8))
@@ -106,3 +108,17 @@ def test_products_in_parts_are_added_to_what_is_there(parts, dtype):
     exact = out.double() + a.double() @ w.double().mT
     Bound(_product_kernel, (1,), M=16, N=8, K=128, PARTS=parts, num_warps=parts)(a, w, out)
     assert relative_error(out, exact) < 1e-6
+
+
+def test_few_rows_are_read_where_they_lie():
+    x, weight = torch.randn(3, 5, 64, device=DEVICE).bfloat16(), torch.randn(8, 64, device=DEVICE)
+    for view in (x[:, 1:], x.transpose(0, 1), x[..., 16:48], x[0, 0]):
+        w = weight[:, : view.shape[-1]]
+        with recorded() as launches:
+            y = linear(view, w, implementation="fused")
+        assert len(launches) == 1 and reads(launches[0], view)
+        torch.testing.assert_close(y, linear(view, w))
+    columns = x.transpose(1, 2)  # rows of which are not contiguous
+    torch.testing.assert_close(
+        linear(columns, weight[:, :5], implementation="fused"), linear(columns, weight[:, :5])
+    )

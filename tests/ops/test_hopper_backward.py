@@ -1,6 +1,4 @@
-"""What runs ahead of Hopper's backward kernels and after them, in the interpreter: lse and delta in
-padded rows, weights of do, flags, and dq put in order.
-"""
+"""Tests what runs before and after Hopper's backward kernels, in the interpreter."""
 
 import heapq
 from itertools import accumulate, product
@@ -67,7 +65,7 @@ def test_do_is_weighted_where_every_lse_of_a_tile_is_near_zero():
 
 
 def padded_places(lengths: list[int] | None) -> torch.Tensor:
-    """Of each of a head's rows its place among the padded ones."""
+    """Returns the place of each of a head's rows among the padded ones."""
     if lengths is None:
         return torch.arange(N_Q)
     places, first = [], 0
@@ -116,7 +114,7 @@ def test_rows_are_padded_and_dq_is_put_in_order(lengths, head_dim, ordered):
     beside[places] = False
     assert torch.isinf(found_lse[:, beside]).all() and (delta[:, beside] == 0).all()
 
-    # Of 64 columns each, as registers of a matmul hold them: warp, lane, column block, half, pair.
+    # Tiles of 64 columns, as registers of a matmul hold them: warp, lane, column block, half, pair.
     expected = torch.randn(N_HEADS, padded.of_head, head_dim, generator=generator)
     by_register = expected.view(N_HEADS, padded.n, 4, 2, 8, head_dim // 64, 8, 4, 2)
     tiles = by_register.permute(0, 1, 5, 6, 2, 4, 7, 3, 8).contiguous()
@@ -134,8 +132,9 @@ def _turns_kernel(
     item_ptr, ptr, n_q, n_keys, left, right, n_items, of_head, section, n_tiles,
     LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Of an item the head and block, and of each tile of 64 queries how many blocks add to its dq
-    before this one, or −1 where this one does not.
+    """Stores each item's head and block, and how many blocks add to a tile's dq before it.
+
+    The number is −1 where the item does not add to the tile of 64 queries.
     """
     item = tl.program_id(0)
     head, block = block_in_turn(item, n_items, of_head, section, LEFT)
@@ -155,13 +154,15 @@ def _turns_kernel(
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the gate runs it there")
 @pytest.mark.parametrize(
-    "n_q, n_keys, n_k",
-    [(600, 600, 600), (500, 777, 777), (777, 300, 300), (65, 1000, 1000), (1, 129, 129),
-     (700, 65, 600), (300, 130, 300), (300, 1, 300)],
+    "n_q, n_keys, n_k, causal, window",
+    [
+        (600, 600, 600, True, 0), (600, 600, 600, True, 70), (500, 777, 777, False, 70),
+        (777, 300, 300, True, 300), (777, 300, 300, True, 0), (65, 1000, 1000, False, 0),
+        (65, 1000, 1000, True, 70), (1, 129, 129, True, 0), (1, 129, 129, False, 70),
+        (700, 65, 600, True, 0), (700, 65, 600, True, 300), (300, 130, 300, False, 70),
+        (300, 130, 300, True, 70), (300, 1, 300, True, 0), (300, 1, 300, False, 0),
+    ],
 )  # fmt: skip
-@pytest.mark.parametrize(
-    "causal, window", [(False, 0), (True, 0), (True, 70), (False, 70), (True, 300)]
-)
 def test_blocks_of_keys_take_turns_in_the_order_in_which_they_are_launched(
     n_q, n_keys, n_k, causal, window
 ):
@@ -188,8 +189,10 @@ def test_blocks_of_keys_take_turns_in_the_order_in_which_they_are_launched(
 
 
 def busiest(programs: int, n_heads: int, of_head: int, section: int) -> float:
-    """What the busiest multiprocessor has to do of what the average one has: each takes the next
-    item when it is free. Of a head's blocks of 128 keys the first sees all tiles of 64 queries.
+    """Returns the busiest multiprocessor's work over the average one's.
+
+    Each takes the next item when it is free. Of a head's blocks of 128 keys the first sees all
+    tiles of 64 queries.
     """
     sections = [range(at, min(at + section, n_heads)) for at in range(0, n_heads, section)]
     items = [2 * (of_head - block) for heads in sections for block in range(of_head) for _ in heads]

@@ -1,4 +1,4 @@
-"""What runs around the forward kernel for Hopper, which itself is gated on one."""
+"""Tests what runs around the forward kernel for Hopper. The gate runs the kernel on a GPU."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -48,7 +48,7 @@ def causal(batch: int, n_q: int, head_dim: int = 64, **kind) -> Call:
 
 
 def taken(call: Call, config: ForwardConfig, in_rounds: bool) -> Iterator[tuple[int, int, int]]:
-    """As `tile_in_turn` has it: each program, and the heads and tiles that it takes."""
+    """Yields each program, and the heads and tiles that it takes, as `tile_in_turn` has it."""
     n, _blocks, (n_whole, _n_split, rounds) = tiles(call, config)
     heads, together = call.problem["batch"] * call.problem["n_heads"], heads_together(call)
     of_head = n // heads

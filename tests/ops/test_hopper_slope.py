@@ -1,4 +1,4 @@
-"""The slope of SiLU in 8 bits: what its steps make of it.
+"""Tests the slope of SiLU in 8 bits.
 
 The arithmetic is repeated here with the kernels' constants. The kernels themselves run on a GPU,
 where gate `op--mlp--fused` compares their gradients with float64.
@@ -13,12 +13,12 @@ STEP = 1.0 / (ONE - ZERO)
 
 
 def code_of(slope: torch.Tensor) -> torch.Tensor:
-    """As `store_slope`: rounded by a float32 addition."""
+    """Rounds by a float32 addition, as `store_slope` does."""
     return (slope.float() / STEP + (hopper_slope.WHOLE.value + ZERO)).view(torch.int32) & 0xFF
 
 
 def read(code: torch.Tensor) -> torch.Tensor:
-    """As `slope_of`: of 1 + code / 2¹⁵."""
+    """Reads 1 + code / 2¹⁵, as `slope_of` does."""
     x = (0x3F800000 + (code << 8)).view(torch.float32)
     return (x * (32768.0 * STEP) - (32768.0 + ZERO) * STEP).double()
 

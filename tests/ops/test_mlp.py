@@ -1,4 +1,4 @@
-"""The feed-forward layer: chunks, views, which kernel serves, what is kept, what is refused.
+"""Tests the feed-forward layer: chunks, padding, and tensors that it keeps.
 
 The gate compares what is ours with float64 (`tests.gates.test_operators`).
 """
@@ -6,9 +6,9 @@ The gate compares what is ours with float64 (`tests.gates.test_operators`).
 import pytest
 import torch
 
-from tests.ops.problems import DEVICE, assert_equal, assert_within_budget, by, results, setting
-from tnp.dispatch import devices, tuned_tables
-from tnp.dispatch.spec import OWN, Call
+from tests.ops.problems import assert_within_budget, by, setting
+from tnp.dispatch import tuned_tables
+from tnp.dispatch.spec import OWN
 from tnp.gates.results import Setting
 from tnp.ops.mlp import OPERATOR, composed, mlp
 
@@ -39,83 +39,10 @@ def test_more_rows_than_are_saved_are_computed_again_in_chunks(
 
 
 @ours
-def test_views_are_read_in_place_and_copies_give_the_same(implementation):
-    """Rows of a slice, a transposed matrix, and a sample's targets of [B, L, D]."""
-    x, up, down = layer(2 * 70).inputs.values()
-    views = [x.view(70, 64)[:, :32], x[:32].t()[:, :32], x.view(2, 70, 32)[:, 13:]]
-    for view in views:
-        assert not view.is_contiguous()
-        expected = mlp(view.contiguous(), up, down, implementation=implementation)
-        assert torch.equal(mlp(view, up, down, implementation=implementation), expected)
-
-
-@ours
 def test_padding_is_exact_and_has_no_gradient(implementation):
     """A hidden unit of weight 0 is 0 behind SiLU, and so are its gradients."""
     found = by(layer(), implementation)
     assert (found["dup"][42:] == 0).all() and (found["ddown"][:, 42:] == 0).all()
-
-
-@ours
-def test_weights_of_other_strides(implementation):
-    problem = layer()
-
-    def strided(x, up, down):
-        turned = (weight.t().contiguous().t() for weight in (up, down))
-        return mlp(x, *turned, implementation=implementation)
-
-    assert_equal(results(problem, strided), by(problem, implementation))
-
-
-@pytest.mark.parametrize("implementation", ["torch", *OURS])
-def test_no_rows(implementation):
-    up, down = (layer().inputs[name].requires_grad_() for name in ("up", "down"))
-    x = torch.zeros(2, 0, 32, device=DEVICE, requires_grad=True)
-    y = mlp(x, up, down, implementation=implementation)
-    assert y.shape == (2, 0, 32)
-    gradients = torch.autograd.grad(y.sum(), (x, up, down))
-    assert all((gradient == 0).all() for gradient in gradients)
-
-
-@ours
-def test_gradients_have_the_weights_dtype(implementation):
-    x, *weights = layer().inputs.values()
-    weights = [weight.to(torch.bfloat16).requires_grad_() for weight in weights]
-    y = mlp(x, *weights, implementation=implementation)
-    gradients = torch.autograd.grad(y.float().sum(), weights)
-    assert [gradient.dtype for gradient in gradients] == [torch.bfloat16] * 2
-
-
-def served(target, wanted, dtype="bfloat16", **sizes) -> tuple[str, str]:
-    """Kernels of both passes of `fused`, where no table says anything."""
-    from tnp.dispatch.selection import choose_kernel
-
-    sizes = {"rows": 777, "d_model": 512, "d_ff": 1408} | sizes
-    call = Call(OPERATOR.problem(dtype, **sizes), target, wanted)
-    fused = next(one for one in OPERATOR.implementations if one.name == "fused")
-    forward, _ = choose_kernel(fused.forward, OPERATOR, call)
-    backward, _ = choose_kernel(fused.backward, OPERATOR, call, forward.saves)
-    assert forward.saves == backward.saves
-    return forward.name, backward.name
-
-
-H100, A100, B200 = (devices.named(name) for name in ("H100", "A100", "B200"))
-EVERY = ("x", "up", "down")
-
-
-def test_which_kernel_serves():
-    assert served(H100, EVERY) == ("hopper", "hopper")
-    assert served(H100, EVERY, "float16", d_ff=1400) == ("hopper", "hopper")  # 1400 is padded
-    assert served(H100, EVERY, rows=65_536) == ("hopper", "hopper")
-    assert served(H100, EVERY, rows=65_537) == ("hopper_again", "hopper_again")
-    assert served(H100, ()) == ("hopper_again", "hopper_again")
-    others = ({"dtype": "float32"}, {"d_model": 256}, {"d_ff": 1365})
-    for changes in others:
-        assert served(H100, EVERY, **changes) == ("triton", "triton")
-        assert served(H100, (), **changes)[0] == "triton_again"
-    for target in (A100, B200):
-        assert served(target, EVERY) == ("triton", "triton")
-        assert served(target, EVERY, rows=70_000) == ("triton_again", "triton_again")
 
 
 def test_inference_neither_writes_nor_keeps_hidden_rows():
@@ -128,31 +55,3 @@ def test_inference_neither_writes_nor_keeps_hidden_rows():
     assert len(trained.grad_fn.saved_tensors) == 5 and y.grad_fn is None
     outputs, saved = composed.FORWARD_AGAIN.empty((), inputs)
     assert len(outputs) == 1 and saved == ()
-
-
-def bad_inputs():
-    x, up, down = torch.zeros(4, 32), torch.zeros(48, 32), torch.zeros(32, 48)
-    yield r"they must be \[F, D\] and \[D, F\]", (x, up, down.t())
-    yield "with D = 32 of up", (x[:, :16], up, down)
-    yield "down is torch.int64: it must be a float dtype", (x, up, down.long())
-    yield "up is on meta and x on cpu", (x, up.to("meta"), down)
-
-
-@pytest.mark.parametrize("message, inputs", list(bad_inputs()), ids=lambda value: str(value)[:30])
-@ours
-def test_bad_input_is_one_sentence(implementation, message, inputs):
-    with pytest.raises(ValueError, match=message):
-        mlp(*inputs, implementation=implementation)
-
-
-def test_what_each_implementation_refuses():
-    x, up, down = torch.zeros(4, 48), torch.zeros(8, 48), torch.zeros(48, 8)
-    with pytest.raises(RuntimeError, match="'single' cannot run here: D is 48: it takes a power"):
-        mlp(x, up, down, implementation="single")
-    with pytest.raises(RuntimeError, match="it takes bfloat16, float16, float32, not float64"):
-        mlp(x.double(), up, down, implementation="fused")
-    with pytest.raises(ValueError, match="unknown implementation 'fusd' of mlp"):
-        mlp(x, up, down, implementation="fusd")
-    with pytest.raises(ValueError, match="x is torch.int64: it must be a float dtype"):
-        mlp(x.long(), up, down)
-    assert mlp(x.double(), up, down).dtype == torch.float64

@@ -1,14 +1,12 @@
-"""The feed-forward layer in 8 bits: the quantizer bit by bit, its bounds, refusals, kernels."""
+"""Tests the feed-forward layer in 8 bits: the quantizer bit by bit, and its bounds."""
 
 import math
-import re
 
 import pytest
 import torch
 
 from tests.ops.problems import DEVICE, setting
-from tnp.dispatch import devices, plans, selection
-from tnp.dispatch.spec import Call
+from tnp.dispatch import plans
 from tnp.gates.checks import relative_error
 from tnp.gates.results import compute
 from tnp.ops._shared import e4m3
@@ -16,8 +14,6 @@ from tnp.ops._shared.rows_8bit import InRows, n_norms, rows_quantizer
 from tnp.ops.mlp import OPERATOR, eight_bit, mlp
 
 IN_8_BITS = next(one for one in OPERATOR.implementations if one.name == "e4m3")
-H100, A100, B200 = (devices.named(name) for name in ("H100", "A100", "B200"))
-EVERY = ("x", "up", "down")
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -48,7 +44,7 @@ def test_quantizer_agrees_with_pytorchs_casts_bit_by_bit(shape, dtype):
         assert len(found.bound) == n_norms(shape)
 
 
-def test_what_it_is_filled_up_with_is_zero():
+def test_padding_is_zero():
     x = drawn(42, 30)
     found = quantized(x, (48, 32))
     assert found.x.shape == (48, 32) and found.scale.shape == (48,)
@@ -57,7 +53,7 @@ def test_what_it_is_filled_up_with_is_zero():
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_is_not_hidden_by_a_scale(bad):
+def test_infinities_and_nan_are_not_hidden_by_a_scale(bad):
     x = drawn(40, 32)
     x[3, 5] = bad
     found = quantized(x).x.float()
@@ -65,7 +61,7 @@ def test_what_is_not_finite_is_not_hidden_by_a_scale(bad):
     assert math.isnan(bad) or found[3].isnan().all()
 
 
-def test_no_product_exceeds_what_is_known_of_its_rows():
+def test_no_product_exceeds_the_bound_of_its_rows():
     """Rows of x along one row of w: the bound of Cauchy and Schwarz is met."""
     w = drawn(48, 32)
     x = w[w.norm(dim=1).argmax()].repeat(20, 1) * drawn(20, 1)
@@ -95,7 +91,7 @@ def mlp_in_8_bits(*inputs):
     return mlp(*inputs, implementation="e4m3")
 
 
-def test_only_what_is_wanted_is_computed_and_saved():
+def test_only_requested_tensors_are_computed_and_saved():
     of = setting(OPERATOR, "e4m3", "bfloat16", rows=70, d_model=32, d_ff=48)
     inputs = tuple(of.inputs.values())
     outputs, saved = plans.build(OPERATOR, "e4m3", inputs).forward(inputs, ())
@@ -104,36 +100,3 @@ def test_only_what_is_wanted_is_computed_and_saved():
     outputs, saved = plan.forward(inputs, ())
     found = plan.backward((torch.ones_like(outputs[0]),), plan.kept(inputs, outputs), saved, ())
     assert [x is None for x in found] == [True, True, False]
-
-
-def refusal(target=H100, wanted=EVERY, dtype="bfloat16", **sizes) -> str | None:
-    sizes = {"rows": 777, "d_model": 512, "d_ff": 1408} | sizes
-    return selection.refuses(IN_8_BITS, Call(OPERATOR.problem(dtype, **sizes), target, wanted))
-
-
-def test_what_it_refuses():
-    assert refusal() is None and refusal(B200) is None
-    assert refusal(rows=70_000, wanted=()) is None
-    says = {
-        "8.9": refusal(A100),
-        "D is 40: it takes multiples of 16": refusal(d_model=40),
-        "it gives gradients of up to 65,536 rows, not 70,000": refusal(rows=70_000),
-        "it takes bfloat16, not float16": refusal(dtype="float16"),
-    }
-    for what, sentence in says.items():
-        assert re.search(re.escape(what), sentence)
-
-
-@pytest.mark.parametrize("target", [H100, B200])
-@pytest.mark.parametrize("d_ff", [1408, 1365])
-def test_which_kernel_serves(target, d_ff):
-    problem = OPERATOR.problem("bfloat16", rows=777, d_model=512, d_ff=d_ff)
-    call = Call(problem, target, EVERY)
-    forward, _ = selection.choose_kernel(IN_8_BITS.forward, OPERATOR, call)
-    backward, _ = selection.choose_kernel(IN_8_BITS.backward, OPERATOR, call, forward.saves)
-    expected = "hopper_8bit" if (target, d_ff) == (H100, 1408) else "triton_8bit"
-    assert (forward.name, backward.name) == (expected, expected)
-
-
-def test_precision_is_the_users_choice():
-    assert not IN_8_BITS.chosen_from

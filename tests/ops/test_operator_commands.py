@@ -1,5 +1,4 @@
-"""`python -m tnp.bench` and `python -m tnp.tuning.device`: what they say, and what they do not
-start."""
+"""Tests what `python -m tnp.bench` and `python -m tnp.tuning.device` say and start."""
 
 import os
 import subprocess
@@ -38,14 +37,14 @@ SIZES = ["--rows", "6", "--width", "40", "--dtype", "float32"]
 
 
 def sentence(capsys) -> str:
-    """All that was said, one line."""
+    """Returns all that was said, which is one line."""
     (line,) = capsys.readouterr().err.splitlines()
     return line
 
 
 @pytest.fixture
 def declared(monkeypatch):
-    """SwiGLU alone, with what is changed of it."""
+    """Declares SwiGLU alone, with changes."""
 
     def declare(*own, **changes):
         known = *OPERATOR.implementations, *own
@@ -119,7 +118,7 @@ def test_options_are_part_of_the_problem(declared, monkeypatch, capsys):
         (["swiglu", "--rows", "4"], "the following arguments are required: --width"),
         (["swiglu", "--rows", "0", "--width", "4"], "'0' must be a whole number, at least 1"),
         (["swiglu", *SIZES, "--implementations", "ligre"], "unknown implementation 'ligre'"),
-        (["rope", *ODD_ROPE], "head_dim is 7: it must be even, since elements turn in pairs"),
+        (["rope", *ODD_ROPE], "head_dim is 7: it must be even, for pairs of elements"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(arguments, said, capsys):
@@ -129,8 +128,8 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(arguments, said, capsys):
     assert said in sentence(capsys)
 
 
-def test_what_runs_here_is_timed_and_the_others_say_why(declared, monkeypatch, capsys):
-    """In this process, and not as long as a number to be believed takes."""
+def test_implementations_are_timed_or_say_why_not(declared, monkeypatch, capsys):
+    """It times in this process, for too short a time to believe the numbers."""
 
     def run_isolated(kind, parameters, timeout_s):
         return measure_op(parameters | {"timing": TIMING}, time.perf_counter())
@@ -149,7 +148,7 @@ def test_what_runs_here_is_timed_and_the_others_say_why(declared, monkeypatch, c
     assert said[-3].split() == ["elsewhere", "own", "not", "here"]
 
 
-def test_what_cannot_run_on_a_cpu_waits_for_nothing(monkeypatch, capsys):
+def test_an_implementation_that_needs_a_gpu_waits_for_nothing(monkeypatch, capsys):
     def locked(*_):
         raise AssertionError("nothing is timed, and nothing is waited for")
 
@@ -200,7 +199,7 @@ def test_a_line_for_each_implementation():
     assert refused[2:] == ["", "", "", "", "", "not here"]
 
 
-def test_device_says_what_a_gpu_has_and_what_runs_there(declared, capsys):
+def test_device_describes_a_gpu_and_its_implementations(declared, capsys):
     declared()
     assert device.main(["--gpu", "NVIDIA A100"]) == 0
     said = capsys.readouterr().out
@@ -229,7 +228,7 @@ def test_a_capability_that_is_none_is_one_sentence(text, capsys):
 
 
 @pytest.mark.parametrize("text", ["86", "8.6"])
-def test_device_says_what_auto_takes_where_only_pytorch_serves(declared, text, capsys):
+def test_device_names_autos_choice_where_only_pytorch_serves(declared, text, capsys):
     declared()
     assert device.main(["--capability", text]) == 0
     said = capsys.readouterr().out
@@ -241,7 +240,7 @@ def test_device_says_what_auto_takes_where_only_pytorch_serves(declared, text, c
 
 
 @pytest.mark.parametrize("op", list(registry.catalog().operators))
-def test_what_of_ours_does_not_run_on_a_cpu_wants_a_gpu(op):
+def test_ours_run_on_a_cpu_or_ask_for_a_gpu(op):
     operator = registry.catalog().operator(op)
     for _, name, provider, runs, auto, note in device.answers(operator, devices.CPU):
         if provider == "own":

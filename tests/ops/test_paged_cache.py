@@ -1,4 +1,4 @@
-"""The paged cache: whose pages are whose, what they hold, and what decode attention makes of it."""
+"""Tests the paged cache: whose pages are whose, what they hold, and attention over it."""
 
 import random
 
@@ -18,13 +18,13 @@ def cache(n_pages=8, page=4, dtype=torch.float32, **sizes) -> PagedCache:
 
 
 def tokens(*shape, dtype=torch.float32):
-    """k and v [*, n_kv_heads, T, head_dim]."""
+    """Returns k and v [*, n_kv_heads, T, head_dim]."""
     return [torch.randn(*shape, device=DEVICE).to(dtype) for _ in range(2)]
 
 
 def contents(of: PagedCache, handle, layer=0) -> list[torch.Tensor]:
-    """k and v of a sequence [n_kv_heads, T, head_dim], by its page table."""
-    (length,), (table,) = of.lengths(handle, layer).tolist(), of.page_table(handle).long()
+    """Returns k and v of a sequence [n_kv_heads, T, head_dim], by its page table."""
+    (length,), (table,) = of.n_keys(handle, layer).tolist(), of.page_table(handle).long()
     return [x[table].transpose(0, 1).flatten(1, 2)[:, :length] for x in of.layer(layer)]
 
 
@@ -42,7 +42,7 @@ def joined(before, new):
 
 
 def check_pages(of: PagedCache, sequences: dict, n_pages: int) -> None:
-    """No page is lost, and none is another's unless the two are forks that it was shared by."""
+    """Asserts that no page is lost, and that only forks share one."""
     owners: dict[int, list] = {}
     for handle in sequences:
         for at, page in enumerate(pages(of, handle)):
@@ -104,7 +104,7 @@ def test_random_operations_against_a_dictionary():
             table = of.page_table(some)
             for layer in range(n_layers):
                 k, v = tokens(len(some), 2, n_tokens, 4)
-                of.write(k, v, of.lengths(some, layer), table, layer)
+                of.write(k, v, of.n_keys(some, layer), table, layer)
                 for at, handle in enumerate(some):
                     layers = sequences[handle]["layers"]
                     layers[layer] = joined(layers[layer], (k[at], v[at]))
@@ -145,36 +145,13 @@ def test_a_fork_shares_pages_until_one_of_them_writes():
     assert_holds(of, second, 0, joined(new, more))
 
 
-def test_forks_that_write_at_once_leave_one_of_them_the_page():
-    of = cache(n_pages=2)
-    first = of.allocate()
-    of.append(first, *tokens(2, 3, 4))
-    both = [first, of.fork(first)]
-    of.append(both, *tokens(2, 2, 1, 4))
-    assert of.n_free == 0 and pages(of, both[0]) != pages(of, both[1])
-
-
-def test_a_full_cache_changes_nothing():
-    of = cache(n_pages=2)
-    first = of.allocate()
-    of.append(first, *(new := tokens(2, 3, 4)))
-    second = of.fork(first)
-    sentence = "2 pages of 4 tokens are needed and 1 of 2 are free: free a sequence, or make"
-    with pytest.raises(CacheFull, match=sentence):
-        of.append(second, *tokens(2, 5, 4))
-    with pytest.raises(CacheFull, match="2 pages of 4 tokens are needed"):
-        of.allocate(5)
-    assert of.n_free == 1 and pages(of, second) == pages(of, first)
-    assert_holds(of, second, 0, new)
-
-
 def test_page_tables_of_a_fixed_width():
     of = cache()
     one, two = of.allocate(1), of.allocate(9)
     table = of.page_table([one, two], columns=5)
     assert table.shape == (2, 5) and table.dtype == torch.int32
     assert table[0, 1:].tolist() == [-1] * 4 and table[1, :3].tolist() == pages(of, two)
-    assert of.page_table([]).shape == (0, 0) and of.lengths([]).shape == (0,)
+    assert of.page_table([]).shape == (0, 0) and of.n_keys([]).shape == (0,)
     with pytest.raises(ValueError, match="columns is 2: a sequence has 3 pages"):
         of.page_table([one, two], columns=2)
 
@@ -185,7 +162,7 @@ def test_tokens_of_any_strides_in_any_dtype(dtype):
     handle = of.allocate()
     new = [x.transpose(0, 1) for x in tokens(6, 2, 4, dtype=dtype)]
     of.append(handle, *new, layer=1)
-    assert of.lengths(handle, 1).tolist() == [6] and of.lengths(handle, 0).tolist() == [0]
+    assert of.n_keys(handle, 1).tolist() == [6] and of.n_keys(handle, 0).tolist() == [0]
     for found, x in zip(contents(of, handle, 1), new, strict=True):
         assert torch.equal(found.float(), x.float())
 
@@ -207,7 +184,7 @@ def test_decode_attention_over_it_is_attention_over_plain_tensors(implementation
         plain = [joined(x, [y[b] for y in new]) for b, x in enumerate(plain)]
         q = torch.randn(4, 6, 2, 16, device=DEVICE)
         found = decode_attention(
-            q, *of.layer(0), of.lengths(handles), of.page_table(handles, columns=4),
+            q, *of.layer(0), of.n_keys(handles), of.page_table(handles, columns=4),
             implementation=implementation,
         )  # fmt: skip
         for b, (k, v) in enumerate(plain):
@@ -232,7 +209,7 @@ def captured(step):
 
 
 def test_a_captured_step_writes_where_its_tensors_say():
-    """Over pages' edges, beside a fork, in every layer: as `append` does it."""
+    """It passes pages' edges beside a fork, in every layer, as `append` does."""
     of, same = cache(n_pages=24), cache(n_pages=24)
     both, prompts = [], [tokens(2, 2, 3, 4) for _ in range(2)]
     for one in (of, same):
@@ -241,19 +218,19 @@ def test_a_captured_step_writes_where_its_tensors_say():
             one.append(handles, *prompt, layer)
         both.append([*handles, one.fork(handles[1])])
     new = [tokens(3, 2, 2, 4) for _ in range(2)]
-    lengths = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    n_keys = torch.zeros(3, dtype=torch.int32, device=DEVICE)
     table = torch.zeros(3, 5, dtype=torch.int32, device=DEVICE)
 
     def step():
         for layer, (k, v) in enumerate(new):
-            of.write(k, v, lengths, table, layer)
+            of.write(k, v, n_keys, table, layer)
 
     replay = None
     for _ in range(5):
         for x in (x for pair in new for x in pair):
             x.normal_()
         of.extend(both[0], 2)
-        lengths.copy_(of.lengths(both[0]))
+        n_keys.copy_(of.n_keys(both[0]))
         table.copy_(of.page_table(both[0], columns=5))
         replay = replay or captured(step)  # whose first run writes the same to the same place
         replay()
@@ -272,7 +249,9 @@ def test_an_extension_that_does_not_fit_changes_nothing():
     with pytest.raises(CacheFull, match="1 pages of 4 tokens are needed and 0 of 2 are free"):
         of.extend(handle, 2)
     of.extend(handle, 0)
-    assert of.lengths(handle, 1).tolist() == [7]
+    assert of.n_keys(handle, 1).tolist() == [7]
+    with pytest.warns(DeprecationWarning, match="PagedCache.lengths is now n_keys"):
+        assert of.lengths(handle, 1).tolist() == [7]
     other = cache()
     uneven = other.allocate()
     other.append(uneven, *tokens(2, 3, 4), layer=1)
@@ -281,11 +260,11 @@ def test_an_extension_that_does_not_fit_changes_nothing():
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there an assertion ends the CUDA context")
-def test_what_a_table_has_no_room_for_is_found_out():
+def test_tokens_beyond_a_page_table_are_refused():
     of, new = cache(), tokens(1, 2, 2, 4)
     table = of.page_table(of.allocate(9), columns=8)
     for length in (1, 33):
-        with pytest.raises(ValueError, match=f"lengths is {length} in sample 0: it must lie betwe"):
+        with pytest.raises(ValueError, match=f"n_keys is {length} in sample 0: it must lie betwe"):
             of.write(*new, torch.tensor([length], dtype=torch.int32), table)
     with pytest.raises(ValueError, match="page_table"):  # past the pages that the sequence has
         of.write(*new, torch.tensor([13], dtype=torch.int32), table)
@@ -302,17 +281,17 @@ def test_a_page_that_is_written_has_one_owner(monkeypatch, traced):
     of, new = cache(), tokens(1, 2, 1, 4)
     handle = of.allocate()
     of.extend(handle, 6)
-    lengths, table = of.lengths(handle), of.page_table(handle).clone()
-    of.write(*new, lengths, table)
+    n_keys, table = of.n_keys(handle), of.page_table(handle).clone()
+    of.write(*new, n_keys, table)
     kept = [x.clone() for x in of.layer(0)]
     fork = of.fork(handle)
     with pytest.raises(kind, match=sentence.format(2)):
-        of.write(*new, lengths, table)
+        of.write(*new, n_keys, table)
     of.free(handle)
-    of.write(*new, lengths, table)  # which are the fork's alone now
+    of.write(*new, n_keys, table)  # which are the fork's alone now
     of.free(fork)
     with pytest.raises(kind, match=sentence.format(0)):
-        of.write(*new, lengths, table)
+        of.write(*new, n_keys, table)
     for x, was in zip(of.layer(0), kept, strict=True):
         assert torch.equal(x, was)
 
@@ -321,22 +300,22 @@ def test_a_table_that_is_older_than_its_pages_is_refused():
     of, new = cache(), tokens(2, 2, 1, 4)
     one, two = of.allocate(), of.allocate()
     of.extend([one, two], 5)
-    lengths, table = of.lengths([one, two]), of.page_table([one, two])
+    n_keys, table = of.n_keys([one, two]), of.page_table([one, two])
     of.extend(one, 8)  # which takes pages, and moves none
-    of.write(*new, lengths, table)
+    of.write(*new, n_keys, table)
     fork = of.fork(two)
     of.extend(two, 1)
     with pytest.raises(ValueError, match="older than its pages: sequence 1 of it wrote to a page"):
-        of.write(*new, lengths, table)
+        of.write(*new, n_keys, table)
     table = of.page_table([one, two])
-    of.write(*new, of.lengths([one, two]), table)
+    of.write(*new, of.n_keys([one, two]), table)
     of.free(one)
     with pytest.raises(ValueError, match="older than its pages: sequence 0 of it was freed since"):
-        of.write(*new, lengths, table)
+        of.write(*new, n_keys, table)
     table.copy_(of.page_table([two, fork], columns=table.shape[1]))  # the caller's own since
-    of.write(*new, of.lengths([two, fork]), table)
+    of.write(*new, of.n_keys([two, fork]), table)
     with torch.inference_mode():
-        of.write(*new, of.lengths([two, fork]), of.page_table([two, fork]))
+        of.write(*new, of.n_keys([two, fork]), of.page_table([two, fork]))
 
 
 def test_a_step_that_writes_is_one_graph():
@@ -344,7 +323,7 @@ def test_a_step_that_writes_is_one_graph():
     handle = of.allocate()
     of.extend(handle, 3)
     write = torch.compile(of.write, fullgraph=True, backend="eager")
-    write(*new, of.lengths(handle), of.page_table(handle))
+    write(*new, of.n_keys(handle), of.page_table(handle))
     assert_holds(of, handle, 0, [x[0] for x in new])
 
 
@@ -356,26 +335,26 @@ def test_bad_input_is_one_sentence():
     wrong = [
         (lambda: of.append(freed, k, v), "handle 0 was freed"),
         (lambda: of.free(freed), "handle 0 was freed"),
-        (lambda: of.page_table([handle, freed]), "handle 1 was freed: its pages may be another"),
-        (lambda: of.page_table([handle, theirs]), "handle 1 is another cache's"),
-        (lambda: of.fork(theirs), "handle 0 is another cache's"),
-        (lambda: of.lengths([handle, 3]), "handle 1 is 3: it must be what allocate or fork gave"),
-        (lambda: of.page_table([handle, handle]), "a handle stands twice"),
+        (lambda: of.page_table([handle, freed]), "handle 1 was freed: its pages may belong"),
+        (lambda: of.page_table([handle, theirs]), "handle 1 belongs to another cache"),
+        (lambda: of.fork(theirs), "handle 0 belongs to another cache"),
+        (lambda: of.n_keys([handle, 3]), "handle 1 is 3: it must be a result of allocate or fork"),
+        (lambda: of.page_table([handle, handle]), "handles has a handle twice"),
         (lambda: of.append(handle, k, v, layer=2), "layer is 2: it must be from 0 to 1"),
         (lambda: of.layer(0.0), "layer is 0.0: it must be from 0 to 1"),
         (lambda: of.layer(True), "layer is True: it must be from 0 to 1"),
         (lambda: of.append(handle, None, v), "k is None: it must be a tensor"),
         (lambda: of.append(handle, k, [1]), "v is of type list: it must be a tensor"),
-        (lambda: of.write(k[None], v[None], [3], of.page_table(handle)), "lengths is of type list"),
-        (lambda: of.write(k[None], v[None], of.lengths(handle), None), "page_table is None: it mu"),
+        (lambda: of.write(k[None], v[None], [3], of.page_table(handle)), "n_keys is of type list"),
+        (lambda: of.write(k[None], v[None], of.n_keys(handle), None), "page_table is None: it mu"),
         (lambda: of.layer(-1), "layer is -1: it must be from 0 to 1"),
         (lambda: of.append(handle, k.half(), v), "k is torch.float16 on .* and the cache"),
         (lambda: of.append(handle, k, v.to("meta")), "v is torch.float32 on meta and the cache"),
         (lambda: of.append(handle, k[:1], v[:1]), r"k has shape \(1, 1, 3, 4\): it must be \[1, 2"),
         (lambda: of.append([handle], k, v), r"k has shape \(2, 3, 4\): it must be \[1, 2, T, 4\]"),
         (lambda: of.append(handle, k, v[:, :2]), "they must be equal"),
-        (lambda: of.write(k[None], v[None], of.lengths(handle), of.page_table([])), "page_table"),
-        (lambda: of.write(k, v, of.lengths(handle), of.page_table(handle)), "k has shape"),
+        (lambda: of.write(k[None], v[None], of.n_keys(handle), of.page_table([])), "page_table"),
+        (lambda: of.write(k, v, of.n_keys(handle), of.page_table(handle)), "k has shape"),
         (lambda: of.extend(handle, -1), "n_tokens is -1: it must be a whole number, at least 0"),
         (lambda: of.allocate(-1), "n_tokens is -1: it must be a whole number, at least 0"),
         (lambda: cache(n_pages=0), "n_pages is 0: it must be a whole number, at least 1"),
@@ -383,9 +362,9 @@ def test_bad_input_is_one_sentence():
         (lambda: cache(dtype=torch.int32), "dtype is torch.int32: choose from torch.float64"),
         (lambda: of.append(None, k, v), "handles is None: it must be a handle, or a list of them"),
         (lambda: of.append(handle, k.clone().requires_grad_(), v), "k asks for a gradient and a"),
-        (lambda: of.write(k[None], v[None], torch.tensor([3]), of.page_table(handle)), "lengths"),
+        (lambda: of.write(k[None], v[None], torch.tensor([3]), of.page_table(handle)), "n_keys"),
     ]
     for call, sentence in wrong:
         with pytest.raises(ValueError, match=sentence):
             call()
-    assert of.lengths(handle).tolist() == [0] and of.n_free == 8
+    assert of.n_keys(handle).tolist() == [0] and of.n_free == 8

@@ -1,9 +1,7 @@
-"""Projections without bias: weight gradients, layouts, what no loss reads, what is refused.
+"""Tests projections without bias: weight gradients, layouts, centred keys.
 
 The gate compares them with float64 (`tests.gates.test_operators`).
 """
-
-import math
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from tnp.dispatch import plans
 from tnp.dispatch.call import forget
 from tnp.gates.checks import relative_error
 from tnp.ops.attention import attention
-from tnp.ops.projection import OPERATOR_QKV, linear, products, project_qkv
+from tnp.ops.projection import PROJECT_QKV, linear, products, project_qkv
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -45,14 +43,6 @@ def test_weight_gradients_are_float32_and_never_rounded(dtype):
         assert relative_error(found[name].to(dtype), found["exact"]) > 1e-4, name
 
 
-def test_weights_of_the_activations_dtype_keep_it():
-    x = draw(2, 5, 16, dtype=torch.bfloat16)
-    weight = draw(48, 16, dtype=torch.bfloat16).requires_grad_()
-    outputs = project_qkv(x, weight, 2, n_k=3, first=3, implementation="fused")
-    (dweight,) = torch.autograd.grad([y.float().square().sum() for y in outputs], weight)
-    assert dweight.dtype == torch.bfloat16
-
-
 def test_outputs_are_views_of_rows():
     x, weight = draw(2, 7, 24), draw(72, 24)
     q, k, v = project_qkv(x, weight, 3, n_k=4, first=2, implementation="fused")
@@ -63,7 +53,7 @@ def test_outputs_are_views_of_rows():
 
 
 def products_of(function) -> list[tuple[int, ...]]:
-    """Shapes of what PyTorch multiplies in a call of `function`, in its order."""
+    """Returns shapes of the products that PyTorch makes in a call of `function`, in its order."""
     found = []
 
     class Watch(TorchDispatchMode):
@@ -79,12 +69,12 @@ def products_of(function) -> list[tuple[int, ...]]:
 
 
 def halves(batch: int, n_k: int, n_heads: int, head_dim: int) -> tuple[torch.Tensor, ...]:
-    """dk and dv as attention leaves them."""
+    """Returns dk and dv as attention leaves them."""
     return draw(batch, n_k, 2, n_heads, head_dim).permute(2, 0, 3, 1, 4).unbind()
 
 
 def apart(batch: int, n_k: int, n_heads: int, head_dim: int) -> tuple[torch.Tensor, ...]:
-    """Strides of halves, of two tensors."""
+    """Returns two tensors with the strides of halves."""
     dk, dv = halves(batch, n_k, n_heads, head_dim)
     memory = torch.stack([dv, dk]).permute(1, 3, 0, 2, 4).contiguous()  # values come first
     dv, dk = memory.permute(2, 0, 3, 1, 4).unbind()
@@ -123,11 +113,11 @@ def test_gradients_of_any_layout(n_k, first, given, layout, base2):
 
 @pytest.mark.parametrize("n_k, first", [(7, 0), (4, 0), (4, 4)])
 def test_keys_and_values_are_one_product_each_way(n_k, first):
-    """Where dk and dv are halves of the same rows; else two, whatever their strides say."""
+    """dk and dv are halves of the same rows; else two products are made, whatever strides say."""
     x, weight = draw(2, 7, 24), draw(72, 24)
     options = ("n_heads", 2), ("n_q", 7 - first), ("n_k", n_k)
     inputs = x, weight, None
-    plan = plans.build(OPERATOR_QKV, "fused", inputs, options, ("x", "weight"))
+    plan = plans.build(PROJECT_QKV, "fused", inputs, options, ("x", "weight"))
     assert len(products_of(lambda: plan.forward(inputs, ()))) == 2
     dq = draw(2, 7 - first, 2, 12).transpose(1, 2)
 
@@ -171,104 +161,11 @@ def test_attention_and_projection_hand_halves_over(of_attention, centred, monkey
         assert relative_error(ours, exact) < 1e-5
 
 
-def test_strided_inputs_and_expanded_gradients():
-    """x of another order of dimensions, and the gradients of a sum, which have stride 0."""
-    x = draw(7, 3, 24).transpose(0, 1).requires_grad_()
-    weight = draw(72, 24).requires_grad_()
-    results = []
-    for name in ("fused", "torch"):
-        outputs = project_qkv(x, weight, 2, n_k=4, first=2, implementation=name)
-        outputs += (linear(x, weight, implementation=name),)
-        loss = sum((i + 1) * y.sum() for i, y in enumerate(outputs))
-        results.append((*outputs, *torch.autograd.grad(loss, (x, weight))))
-    for ours, own in zip(*results, strict=True):
-        torch.testing.assert_close(ours, own, atol=1e-4, rtol=1e-4)
-
-
-# Rows of 16-byte elements and not, from offsets that are multiples of 16 bytes and not, columns
-# that lie apart, and rows that are all the same.
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda d: draw(2, 7, d, dtype=torch.bfloat16),
-        lambda d: draw(2, 7, d + 8, dtype=torch.bfloat16)[..., :d],
-        lambda d: draw(2, 7, d + 8, dtype=torch.bfloat16)[..., 3 : d + 3],
-        lambda d: draw(2, 7, d + 1, dtype=torch.bfloat16)[..., :d],
-        lambda d: draw(2, 7, d, 2, dtype=torch.bfloat16)[..., 0],
-        lambda d: draw(1, 1, 1, dtype=torch.bfloat16).expand(2, 7, d),
-    ],
-)
-@pytest.mark.parametrize("d_model", [24, 20])
-def test_gradients_of_strided_rows(view, d_model):
-    weight = draw(3 * d_model, d_model).requires_grad_()
-    gradients = []
-    for x in (view(d_model), view(d_model).contiguous()):
-        q, k, v = project_qkv(x, weight, 2, n_k=4, first=2, implementation="fused")
-        loss = (q * 1.5).sum() + (k * k).sum() + v.sum()
-        gradients.append(torch.autograd.grad(loss, weight)[0])
-    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("n_dims", [1, 2, 4])
-def test_linear_of_any_number_of_dimensions(n_dims):
-    x, weight = draw(*(2, 3, 5, 16)[-n_dims:]).requires_grad_(), draw(8, 16)
-    out, own = (linear(x, weight, implementation=name) for name in ("fused", "torch"))
-    torch.testing.assert_close(out, own)
-    gradients = (torch.autograd.grad(y.square().sum(), x)[0] for y in (out, own))
-    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
-
-
-def test_no_rows():
-    x = torch.zeros(2, 0, 16, device=DEVICE, requires_grad=True)
-    weight = draw(8, 16).requires_grad_()
-    y = linear(x, weight, implementation="fused")
-    assert y.shape == (2, 0, 8)
-    y.sum().backward()
-    assert x.grad.shape == x.shape and (weight.grad == 0).all()
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"x": torch.zeros(2, 7, 9)}, r"x is \(2, 7, 9\) and weight \(24, 8\): they must be"),
-        ({"weight": torch.zeros(24)}, r"and weight \(24,\): they must be \[..., n_in\] and"),
-        ({"weight": torch.zeros(24, 8, device="meta")}, "weight is on meta and x on cpu"),
-        ({"n_k": 0}, r"n_k is 0 and first 0: they must lie in \[1, 7\] and \[0, 6\]"),
-        ({"n_k": 8}, r"n_k is 8 and first 0: they must lie in \[1, 7\]"),
-        ({"first": 7}, r"n_k is 7 and first 7: they must lie in .* \[0, 6\]"),
-        ({"first": -1}, "n_k is 7 and first -1: they must lie in"),
-        ({"implementation": "quick"}, "unknown implementation 'quick' of (linear|project_qkv)"),
-    ],
-)
-def test_refusals(change, message):
-    arguments = {"x": torch.zeros(2, 7, 8), "weight": torch.zeros(24, 8), "n_heads": 2}
-    arguments |= {"implementation": "fused"} | change
-    with pytest.raises(ValueError, match=message):
-        project_qkv(**arguments)
-    if not change.keys() & {"n_k", "first"}:
-        del arguments["n_heads"]
-        with pytest.raises(ValueError, match=message):
-            linear(**arguments)
-
-
-@pytest.mark.parametrize("name", ["torch", "fused"])
-@pytest.mark.parametrize("n_k, first", [(None, 0), (4, 2)])
-def test_queries_carry_what_scores_are_multiplied_by(name, n_k, first):
-    x, weight = draw(2, 9, 32), draw(96, 32)
-    plain, scaled = (
-        project_qkv(x, weight, 2, n_k=n_k, first=first, base2=base2, implementation=name)
-        for base2 in (False, True)
-    )
-    torch.testing.assert_close(scaled[0], plain[0] * math.log2(math.e) / 4)
-    assert torch.equal(scaled[1], plain[1]) and torch.equal(scaled[2], plain[2])
-
-
-@pytest.mark.parametrize("name", ["torch", "fused"])
-def test_centred_keys_differ_from_others_by_one_vector_a_sample(name):
+def test_centred_keys_differ_from_others_by_one_vector_a_sample():
     x, weight = draw(3, 70, 32) + 5, draw(96, 32)
     lengths = torch.tensor([70, 1, 33], dtype=torch.int32, device=DEVICE)
-    plain = project_qkv(x, weight, 2, implementation=name)
-    centred = project_qkv(x, weight, 2, centred=True, n_keys=lengths, implementation=name)
+    plain = project_qkv(x, weight, 2)
+    centred = project_qkv(x, weight, 2, centred=True, n_keys=lengths)
     torch.testing.assert_close(centred[0], plain[0])
     torch.testing.assert_close(centred[2], plain[2])
     apart = plain[1] - centred[1]
@@ -278,7 +175,7 @@ def test_centred_keys_differ_from_others_by_one_vector_a_sample(name):
     assert centred[1][1, :, 0].abs().max() < 1e-4 * plain[1].abs().max()
 
 
-def test_padding_has_no_part_in_what_is_taken_off():
+def test_padding_has_no_part_in_the_mean():
     x, weight = draw(2, 40, 32), draw(96, 32)
     lengths = torch.tensor([40, 7], dtype=torch.int32, device=DEVICE)
     other = x.clone()
@@ -301,11 +198,3 @@ def test_rows_may_lie_in_any_order(n_k):
     )
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-
-
-def test_lengths_without_centring_are_refused():
-    lengths = torch.ones(2, dtype=torch.int32, device=DEVICE)
-    with pytest.raises(ValueError, match="give it with centred"):
-        project_qkv(draw(2, 5, 32), draw(96, 32), 2, n_keys=lengths)
-    with pytest.raises(ValueError, match=r"n_keys is torch.int64 \(2,\): it must be int32"):
-        project_qkv(draw(2, 5, 32), draw(96, 32), 2, centred=True, n_keys=lengths.long())

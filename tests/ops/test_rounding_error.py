@@ -18,7 +18,7 @@ def normal(*shape: int, dtype=torch.float32) -> torch.Tensor:
 
 
 def one_after_the_other(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b in float32, product by product: each is rounded, and each sum."""
+    """Returns a @ b in float32, product by product: each is rounded, and each sum."""
     total = torch.zeros(a.shape[0], b.shape[1])
     for column, row in zip(a.unbind(1), b.unbind(0), strict=True):
         total = total + column[:, None] * row[None, :]
@@ -27,7 +27,7 @@ def one_after_the_other(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("mean", [0.0, 1.0])
 @pytest.mark.parametrize("n", [1, 2, 16, 64, 500])
-def test_a_product_loses_what_is_expected(n, mean):
+def test_a_product_loses_as_much_as_expected(n, mean):
     """Sums that wander about zero, and sums of products of like sign.
 
     Less than 1: a rounding is off by at most u times the power of 2 below what it rounds.
@@ -39,7 +39,7 @@ def test_a_product_loses_what_is_expected(n, mean):
 
 
 def attention_inputs(n_k: int, batch: int = 1, magnitude: float = 1.0) -> list[torch.Tensor]:
-    """q, k, v, of 70 queries of two heads, and do."""
+    """Returns q, k, v, of 70 queries of two heads, and do."""
     sizes = {"batch": batch, "n_heads": 2, "n_q": 70, "n_k": n_k, "head_dim": 64}
     case = Case(OPERATOR.problem("float32", **sizes), (("magnitude", magnitude),))
     random = Random(case, torch.device("cpu"))
@@ -48,7 +48,7 @@ def attention_inputs(n_k: int, batch: int = 1, magnitude: float = 1.0) -> list[t
 
 
 def attention_floors(n_k: int, magnitude: float = 1.0) -> tuple[rounding_error.Floors, dict, float]:
-    """Floors and norms of the results, and the largest score."""
+    """Returns floors and norms of the results, and the largest score."""
     *inputs, do = attention_inputs(n_k, magnitude=magnitude)
     exact = [x.double().requires_grad_() for x in inputs]
     o = reference(*exact, None, None, None, SCALE)
@@ -102,7 +102,7 @@ def test_queries_that_see_no_key_and_keys_that_nobody_sees_cost_nothing():
     assert floors == pytest.approx(seeing) and floors == pytest.approx(wider)
 
 
-def test_grouped_heads_cost_what_their_repeated_keys_cost():
+def test_grouped_heads_cost_as_much_as_repeated_keys():
     q, k, v, do = attention_inputs(40)
     k, v = k[:, :1], v[:, :1]
     repeated = rounding_error.attention(

@@ -1,5 +1,4 @@
-"""Items of Hopper's backward passes that are split, along the queries or by the heads that share
-keys: which, and their sum.
+"""Tests which items of Hopper's backward passes are split, and the sum of their parts.
 
 The kernel that works on pieces runs on a GPU alone (gate `op--attention--fused` has such problems);
 the one that adds them up is interpreted here.
@@ -27,7 +26,7 @@ def call(batch: int, n_q: int, n_k: int, **options) -> Call:
 
 
 def rounds(what: Call, found: tuple[int, int] | None) -> float:
-    """Whole items' worth of queries that the busiest of 132 multiprocessors walks."""
+    """Returns the whole items of queries that the busiest of 132 multiprocessors walks."""
     n_items = n_key_tiles(what, BLOCK_N)
     n_whole, n_pieces = found or (n_items, 1)
     last = -(-(n_items - n_whole) * n_pieces // 132)
@@ -57,7 +56,7 @@ def test_nothing_is_split_where_it_does_not_pay_or_samples_have_keys_of_their_ow
     assert backward.split(call(4, 11_000, 10_000), persistent) is None
 
 
-def test_what_is_counted_of_a_launch_knows_the_split():
+def test_counts_of_a_launch_include_the_split():
     what = call(4, 11_000, 10_000)
     _, items, walked, _ = backward.item_counts(what, ONE)
     tiles = -(-11_000 // backward.TILE_ROWS)

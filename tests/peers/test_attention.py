@@ -1,4 +1,4 @@
-"""What we hand to other packages' attention and what we take back, with stand-ins for them.
+"""Tests what other packages' attention is given and returns, with stand-ins for them.
 
 The stand-ins have the layouts, arguments and results of fa3-fwd 0.0.3 and flash-attn-4 4.0.0b36.
 """
@@ -25,9 +25,7 @@ LENGTHS, KEY_LENGTHS = (3, 0, 4, 2), (5, 2, 4, 0)
 
 
 def of_sequence(q, k, v, scale, causal, window_size):
-    """In the packages' own words: query i sees keys i + n_k − n_q − left to … + right. Of rows
-    [L, H, D], which they give 0 where a query sees none.
-    """
+    """Returns attention in which query i sees keys i + n_k − n_q − left … + right."""
     left, right = (None if side in (None, -1) else side for side in window_size)
     right = 0 if causal else right
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
@@ -59,7 +57,7 @@ def varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, *rest):
 
 
 def in_16_bits(x, descale):
-    """What FlashAttention-3 makes of 8 bits: a scale for each head of a sample."""
+    """Returns 8 bits as FlashAttention-3 reads them: with a scale for each head of a sample."""
     assert x.dtype == torch.float8_e4m3fn and descale.dtype == torch.float32
     assert descale.shape == (x.shape[0], x.shape[2])
     return x.float() * descale[:, None, :, None]
@@ -85,7 +83,7 @@ def fa3_varlen(
 
 @pytest.fixture
 def packages(monkeypatch) -> list[bool]:
-    """Stand-ins; and of each call of FlashAttention-4 whether it was to be deterministic."""
+    """Installs stand-ins. Returns whether each call of FlashAttention-4 was deterministic."""
     asked = []
 
     def fa4_dense(
@@ -122,9 +120,7 @@ def packages(monkeypatch) -> list[bool]:
 
 
 def qkv(n_q: int = 7, n_k: int = 5, heads=(3, 3), batch: int = 2) -> list[torch.Tensor]:
-    """Views of one projection [B, L, H + 2 H_kv, D], as in the model; n_heads differs from both
-    sizes.
-    """
+    """Returns views of one projection [B, L, H + 2 H_kv, D], as in the model."""
     generator = torch.Generator().manual_seed(0)
     sizes = batch, max(n_q, n_k), heads[0] + 2 * heads[1], 16
     projection = torch.randn(sizes, generator=generator, dtype=torch.float64).transpose(1, 2)
@@ -231,7 +227,7 @@ def in_8_bits(q, k, v):
 
 
 @pytest.mark.parametrize("magnitude", [1e-20, 1e-3, 1.0, 1e4])
-def test_heads_are_scaled_to_what_8_bits_hold(packages, magnitude):
+def test_heads_are_scaled_to_the_range_of_8_bits(packages, magnitude):
     q, k, v = qkv()
     v = v * magnitude
     v[0, 1] *= 1e3  # other heads lose nothing by it

@@ -1,4 +1,4 @@
-"""What we hand to other packages' decode attention and what we take back, with stand-ins for them.
+"""Tests what other packages' decode attention is given and returns, with stand-ins.
 
 The stand-ins have the layouts, arguments and results of fa3-fwd 0.0.3 and flashinfer-python
 0.7.2.post1.
@@ -53,7 +53,7 @@ def test_layouts_of_fa3(fa3, n_queries):
 
 @pytest.fixture
 def plans(monkeypatch):
-    """A stand-in for FlashInfer, and the plans that were made."""
+    """Installs a stand-in for FlashInfer, and returns the plans that were made."""
     made = []
 
     class BatchDecodeWithPagedKVCacheWrapper:
@@ -108,7 +108,7 @@ def test_flashinfer_plans_once_a_composition(plans):
     assert len(plans) == 5
 
 
-def test_flashinfer_plans_anew_what_does_not_count_its_changes(plans):
+def test_flashinfer_plans_anew_for_tensors_without_versions(plans):
     """Tensors of inference mode have no version."""
     with torch.inference_mode():
         of = [x if x is None else x.clone() for x in inputs()]
@@ -133,7 +133,7 @@ def test_flashinfer_keeps_so_many_plans(plans, monkeypatch):
         (peers.FA3, {"page_table": False}, None),
         (peers.FA3, {}, "it does not take page_table=True"),
         (peers.FLASHINFER, {}, None),
-        (peers.FLASHINFER, {"page_table": False}, "it takes a cache in pages alone"),
+        (peers.FLASHINFER, {"page_table": False}, "it takes only a cache in pages"),
         (peers.FLASHINFER, {"n_queries": 5}, "it takes n_queries 1, not 5"),
         (peers.FLASHINFER, {"k_descale": True}, "it does not take k_descale=True"),
     ],

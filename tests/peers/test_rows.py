@@ -22,7 +22,7 @@ WIDTH, EPS = 24, 1e-3
 
 
 class OverItsInputs(torch.autograd.Function):
-    """A function that overwrites its inputs when its gradients are made, as Liger's SwiGLU does."""
+    """Overwrites its inputs when its gradients are made, as Liger's SwiGLU does."""
 
     @staticmethod
     def forward(ctx, function, *inputs):
@@ -41,7 +41,7 @@ class OverItsInputs(torch.autograd.Function):
 
 
 class Turn(torch.autograd.Function):
-    """Liger's rotary embedding: where they lie as [B, L, H, D], gradients too."""
+    """Turns in place, as Liger's rotary embedding does, gradients too."""
 
     @staticmethod
     def forward(ctx, q, k, cos, sin):
@@ -221,7 +221,7 @@ CASES = {
 
 
 def results(run, arguments, n_wanted, draw):
-    """Outputs and gradients, and whether inputs and incoming gradients are what they were."""
+    """Returns outputs and gradients. Asserts that inputs and incoming gradients are unchanged."""
     leaves = [x.detach().clone().requires_grad_() for x in arguments[:n_wanted]]
     # Not leaves: a package may write to what autograd allows it to.
     inputs = [x.expand_as(x) for x in leaves]
@@ -236,7 +236,7 @@ def results(run, arguments, n_wanted, draw):
 
 
 def rows_last(y):
-    """A gradient as it comes from what reads [B, L, H, D], and otherwise contiguous."""
+    """Returns a gradient that lies as [B, L, H, D], or is contiguous."""
     gradient = torch.linspace(-1, 1, y.numel()).view(y.shape)
     if y.dim() == 4:
         return gradient.transpose(1, 2).contiguous().transpose(1, 2)
@@ -257,7 +257,7 @@ def test_arguments_and_results_are_the_packages_and_inputs_stay(name, draw):
         torch.testing.assert_close(one, wanted)
 
 
-def test_what_rotary_embeddings_of_quack_take():
+def test_limits_of_quacks_rotary_embedding():
     def refusal(head_dim, capability=90, **options):
         sizes = {"batch": 1, "heads": 2, "kv_heads": 2, "n_tokens": 4, "head_dim": head_dim}
         problem = rope.ROPE.problem("bfloat16", **sizes, **options)

@@ -21,7 +21,7 @@ INSTALLED = importlib.util.find_spec("torchao") is not None
 
 
 class Config:
-    """Float8LinearConfig, of which only the recipe's name is asked."""
+    """Stands for Float8LinearConfig, whose recipe's name alone is asked."""
 
     @classmethod
     def from_recipe_name(cls, name):
@@ -39,7 +39,7 @@ class Float8Linear(torch.nn.Linear):
 
 
 class Matmul(torch.autograd.Function):
-    """x @ weight_t, and its gradients."""
+    """Multiplies x @ weight_t, and gives its gradients."""
 
     @staticmethod
     def forward(ctx, input_hp, weight_hp_t, linear_mm_config, config):
@@ -78,7 +78,7 @@ def stand_in(monkeypatch):
 
 
 def results(run, dtype):
-    """y and the gradients of x, up and down."""
+    """Returns y and the gradients of x, up and down."""
     generator = torch.Generator().manual_seed(0)
     shapes = (2, 40, 64), (96, 64), (64, 96), (2, 40, 64)
     x, up, down, dy = (torch.randn(shape, generator=generator) for shape in shapes)

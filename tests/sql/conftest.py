@@ -12,17 +12,17 @@ import pytest
 
 from tnp.bench.outcome import together
 from tnp.store.files import _load, build_database, read_tables, write_table
-from tnp.store.views import in_order
+from tnp.store.views import depths, in_order
 from tnp.util.atomic_files import parquet_files
 
 SQL = Path(__file__).parents[2] / "workflow" / "sql"
-VIEWS = sorted(
-    path.stem for path in SQL.glob("*.sql") if "create or replace macro" not in path.read_text()
-)
+FILES = sorted(SQL.glob("*.sql"))
+MEANINGS = "column_meanings"  # a table of words that follow from no row
+VIEWS = sorted(depths(FILES).keys() - {MEANINGS})
 CREATING_TABLES = [
     text
-    for path in in_order(sorted(SQL.glob("*.sql")))
-    if "create or replace table" in (text := path.read_text())
+    for path in in_order(FILES)
+    if "create or replace table" in (text := path.read_text()) and MEANINGS not in text
 ]
 NOW = datetime(2026, 2, 1, 10, 0, tzinfo=UTC)
 PROVENANCE = {"device": "gpu", "environment_id": "e", "recorded_at": NOW}

@@ -36,7 +36,7 @@ def test_no_pair_is_made_across_two_gpus_or_versions(store: Store) -> None:
             *runs("fused", [1.0], **other),
         )
         row = one(query, "from speedup where variant = 'fused'")
-        assert (row["counts"], row["step_ms"]) == (True, 1.0)
+        assert (row["valid"], row["step_ms"]) == (True, 1.0)
         compared = (ratio, None, None, ratio, None)
         assert tuple(row[name] for name in COMPARED) == pytest.approx(compared), other
 
@@ -108,11 +108,18 @@ def test_the_leading_step_of_ours_is_the_surest_of_the_fast(store: Store) -> Non
             *runs("fused", [1.0]),
             *runs("separate", [separate], gpu=gpu),
         )
-        assert one(query, "select variant from speedup where leads")["variant"] == leader
+        for rule in ("leads", "winner"):
+            assert one(query, f"select variant from speedup where {rule}")["variant"] == leader
         found = one(
             query, "select list(variant order by variant) as tied from speedup where fastest"
         )
         assert found["tied"] == tied
+
+
+def test_pytorchs_step_is_named_where_ours_is_no_faster(store: Store) -> None:
+    query = store(gate("g"), *runs("sdpa_cudnn", [1.0]), *runs("fused", [0.995]))
+    assert one(query, "select variant from speedup where winner")["variant"] == "sdpa_cudnn"
+    assert len(query("from speedup where fastest")) == 2
 
 
 def test_what_does_not_count_hides_pytorchs_fastest_for_all_or_none(store: Store) -> None:
@@ -124,7 +131,7 @@ def test_what_does_not_count_hides_pytorchs_fastest_for_all_or_none(store: Store
             *runs("sdpa_padded", [unsettled], role="peer", settled=False),
             *runs("fused", [1.0]),
         )
-        rows = query("select variant, speedup_best from speedup where counts order by variant")
+        rows = query("select variant, speedup_best from speedup where valid order by variant")
         ratios = [row["speedup_best"] for row in rows]
         assert ratios == ([None, None] if hidden else [pytest.approx(2), 1])
 
@@ -149,7 +156,7 @@ def test_each_pair_is_on_one_gpu(store: Store) -> None:
         *runs("fused", [2.0], gpu="GPU-2", name="2"),
     )
     row = one(query, "from speedup where variant = 'fused'")
-    assert (row["n_pairs"], row["n_sittings"], row["speedup"]) == (2, 2, pytest.approx(2))
+    assert (row["n_pairs"], row["n_sessions"], row["speedup"]) == (2, 2, pytest.approx(2))
     assert one(query, "from contrasts where figure = 'speedup' and verdict = 'faster'")
 
 
@@ -169,7 +176,7 @@ def test_an_operator_of_ours_without_a_gate_is_not_proven(store: Store) -> None:
     evidence = {"time_ms_p50": 1.0, "max_abs_error": 0.0, "gates": "", "settled": True}
     for role, proven in (("own", None), ("peer", True)):
         query = store(run("r", operator("fused", role=role, **evidence)))
-        assert one(query, "from current_ops")["proven"] is proven
+        assert one(query, "from current_ops")["gated"] is proven
 
 
 def test_steps_of_two_models_are_not_compared(store: Store) -> None:
@@ -185,7 +192,7 @@ def test_steps_of_two_models_are_not_compared(store: Store) -> None:
 def test_operations_that_one_commit_counted_otherwise_part_no_step_from_its_baseline(
     store: Store,
 ) -> None:
-    """Rows of the second sitting leave out what `skip_unread` does; their model is the same."""
+    """Rows of the second session leave out what `skip_unread` does; their model is the same."""
     query = store(
         gate("g"),
         *runs("sdpa_flash", [9.0], flops=8e12),

@@ -53,8 +53,8 @@ def test_a_red_gate_disproves_the_steps_that_wait_for_it(store: Callable[..., Qu
             uses = {"operators": json.dumps(operators), "gates": "|".join(gates)}
             parts.append(run(f"{gate}{number}", step(f"v{number}", [1.0], device=gate, **uses)))
             expected[gate, f"v{number}"] = False if gate in gates else None
-    rows = store(*parts)("select device, variant, proven from current_steps")
-    assert {(row["device"], row["variant"]): row["proven"] for row in rows} == expected
+    rows = store(*parts)("select device, variant, gated from current_steps")
+    assert {(row["device"], row["variant"]): row["gated"] for row in rows} == expected
 
 
 def test_a_check_is_about_steps_that_use_its_implementation_of_its_operator(
@@ -87,7 +87,7 @@ def test_a_check_is_about_steps_that_use_its_implementation_of_its_operator(
         variant("auto_torch", {"mlp": "torch"}, attention="sdpa_flash", mlp="auto"),
     )
     rows = {row["variant"]: row for row in query("from current_steps")}
-    assert {name: row["proven"] for name, row in rows.items()} == {
+    assert {name: row["gated"] for name, row in rows.items()} == {
         "fused_mlp": False,
         "single_mlp": True,
         "fused": True,
@@ -126,5 +126,5 @@ def test_the_baselines_gate_is_not_about_attention_of_ours(store: Callable[..., 
         "own gate",
         check("attention_fused", "dq", 0.1, 1.0, passed=True, implementation="fused"),
     )
-    assert store(*parts, own_gate)("from current_steps")[0]["proven"] is True
-    assert store(*parts)("from current_steps")[0]["proven"] is None
+    assert store(*parts, own_gate)("from current_steps")[0]["gated"] is True
+    assert store(*parts)("from current_steps")[0]["gated"] is None

@@ -26,7 +26,7 @@ def drawn(run_id: str, times: dict[str, float] = TIMES, minutes: float = 5, **co
 def test_ratios_are_of_forms_that_took_turns(store: Callable[..., Query]) -> None:
     query = store(gate("gate"), drawn("one"), predicted("two", minutes=6))
     row = one(query, "from joint_samples")
-    assert row["counts"] and row["why_not"] is None and row["n_runs"] == 1
+    assert row["valid"] and row["why_not"] is None and row["n_runs"] == 1
     assert row["sampling_speedup"] == 16 and row["training_cost"] == pytest.approx(1.2)
     # Neither study takes part in the other's view, at the same sizes and of the same variant.
     assert one(query, "from predictions_over_context")["anew_ms"] == 6
@@ -34,7 +34,7 @@ def test_ratios_are_of_forms_that_took_turns(store: Callable[..., Query]) -> Non
 
 def test_what_does_not_count_is_shown_and_says_why(store: Callable[..., Query]) -> None:
     row = one(store(gate("gate", False), drawn("one")), "from joint_samples")
-    assert not row["counts"] and row["why_not"].startswith("gate proof is red")
+    assert not row["valid"] and row["why_not"].startswith("gate proof is red")
     assert row["anew_ms"] == 8
 
 

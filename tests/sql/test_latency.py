@@ -40,16 +40,16 @@ def test_views_of_throughput_are_the_same_with_and_without_latency(store: Store,
 
 def test_a_latency_is_its_own_question_and_pairs_with_no_throughput(store: Store) -> None:
     query = store(gate("gate"), job("one", None, 1.0), job("two", "latency", 5.0))
-    questions = query("select question, timing from current_ops where not twin")
-    assert len({row["question"] for row in questions}) == 4
-    assert {row["question"].endswith(" latency") for row in questions} == {True, False}
+    questions = query("select comparison_key, timing from current_ops where not twin")
+    assert len({row["comparison_key"] for row in questions}) == 4
+    assert {row["comparison_key"].endswith(" latency") for row in questions} == {True, False}
     parts = {row["part"] for row in query("from pairs")}
     assert parts == {"swiglu forward", "swiglu forward latency"}
     mixed = """
         from pairs
-        inner join measurements as own on pairs.own = own.generation
-        inner join measurements as base on pairs.base = base.generation
-        where ends_with(own.question, 'latency') != ends_with(base.question, 'latency')
+        inner join measurements as own on pairs.own = own.code_version
+        inner join measurements as base on pairs.base = base.code_version
+        where ends_with(own.comparison_key, 'latency') != ends_with(base.comparison_key, 'latency')
     """
     assert query(mixed) == []
     noise = query("select part, n_equals from noise where kind = 'operator' order by part")
@@ -63,7 +63,7 @@ def test_percentiles_are_medians_over_runs_of_all_launches(store: Store) -> None
     query = store(gate("gate"), *parts, job("other", None, 1.0))
     row = one(query, "from latency where implementation = 'triton'")
     assert (row["p50_ms"], row["p95_ms"], row["p99_ms"]) == (5.0, 10.0, 15.0)
-    assert (row["n_runs"], row["n_launches"], row["own"], row["counts"]) == (2, 1000, True, True)
+    assert (row["n_runs"], row["n_launches"], row["own"], row["valid"]) == (2, 1000, True, True)
     assert one(query, "from latency where implementation = 'torch'")["p50_ms"] == 10.0
 
 

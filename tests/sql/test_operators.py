@@ -272,7 +272,7 @@ def test_sizes_whose_equals_differ_more_have_wider_intervals(store: Callable[...
         row["shape"]: row["equal_variance"] ** 0.5
         for row in query(
             "select distinct shape, equal_variance from estimates"
-            " inner join current_ops on generation = own where not equal"
+            " inner join current_ops on code_version = own where not equal"
         )
     }
     assert errors == {
@@ -384,7 +384,7 @@ def test_another_configuration_is_another_generation_wherever_it_was_chosen_from
         for minutes, (source, tiles, ms) in enumerate(chosen)
     ]
     found = store(gate("proof"), *parts)(
-        "select count(distinct generation) as generations, count(*) as runs, "
+        "select count(distinct code_version) as generations, count(*) as runs, "
         "list(run_id) filter (where is_current) as current from measurements"
     )
     assert found == [{"generations": 2, "runs": 3, "current": ["predicted 3"]}]

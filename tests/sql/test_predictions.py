@@ -31,7 +31,7 @@ def predicted(
 
 def test_ratios_are_of_forms_that_took_turns(store: Callable[..., Query]) -> None:
     row = one(store(gate("gate"), predicted("one")), "from predictions_over_context")
-    assert row["counts"] and row["why_not"] is None and row["n_runs"] == 1
+    assert row["valid"] and row["why_not"] is None and row["n_runs"] == 1
     assert (row["kept_speedup"], row["replayed_speedup"]) == (3, 8)
     assert row["replayed_over_bare"] == 1.5
     assert row["hundred_speedup"] == pytest.approx(600 / (5 + 15 + 98 * 0.75))
@@ -46,7 +46,7 @@ def test_times_are_medians_of_the_runs_that_count(store: Callable[..., Query]) -
         predicted("hot", TIMES | {"kept": 100.0}, minutes=7, throttled=True),
     )
     row = one(query, "from predictions_over_context")
-    assert (row["counts"], row["kept_ms"], row["n_runs"]) == (True, 2.0, 2)
+    assert (row["valid"], row["kept_ms"], row["n_runs"]) == (True, 2.0, 2)
 
 
 @pytest.mark.parametrize(
@@ -61,12 +61,12 @@ def test_what_does_not_count_is_shown_and_says_why(
     store: Callable[..., Query], proof: list[Tables], columns: dict, why_not: str
 ) -> None:
     row = one(store(*proof, predicted("one", **columns)), "from predictions_over_context")
-    assert not row["counts"] and row["why_not"].startswith(why_not)
+    assert not row["valid"] and row["why_not"].startswith(why_not)
     assert row["anew_ms"] == 6.0
 
 
 def test_forms_that_a_device_cannot_run_have_no_time(store: Callable[..., Query]) -> None:
     times = {form: TIMES[form] for form in ("anew", "encode", "kept")}
     row = one(store(gate("gate"), predicted("one", times)), "from predictions_over_context")
-    assert row["counts"] and row["kept_speedup"] == 3
+    assert row["valid"] and row["kept_speedup"] == 3
     assert row["replayed_ms"] is row["replayed_over_bare"] is row["hundred_speedup"] is None

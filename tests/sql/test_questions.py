@@ -32,7 +32,7 @@ def test_two_devices_are_compared_where_both_have_evidence(store: Callable[..., 
         *steps_of("nvidia-h100", 1.5, elsewhere),
         *steps_of("nvidia-h200", 1.0, dict.fromkeys(elsewhere, {})),
     )
-    counting = query("from step_summary where counts")
+    counting = query("from step_summary where valid")
     assert len(counting) == 7  # all but the one that had not settled
     (row,) = asked(query, "h100_against_h200")
     assert (row["variant"], row["torch"]) == ("good", "2.13.0")
@@ -63,7 +63,7 @@ def test_pytorchs_time_has_code_and_no_gate(store: Callable[..., Query]) -> None
     theirs, ours = asked(
         store(gate("proof"), run("theirs", timed[0]), run("ours", timed[1])), "evidence_of_a_time"
     )[::-1]
-    assert theirs["config_id"] == "attention--small--sdpa_flash" and theirs["counts"]
+    assert theirs["config_id"] == "attention--small--sdpa_flash" and theirs["valid"]
     assert (theirs["gates"], ours["gates"]) == (None, ["proof true proof"])
     for row in (theirs, ours):
         assert {"kernel _kernel 1", "module tnp.model 1", "package torch 2.13.0"} == set(
@@ -77,4 +77,4 @@ def test_energy_of_what_does_not_count_is_left_out(store: Callable[..., Query]) 
         for name in ("settled", "unsettled")
     ]
     (row,) = asked(store(gate("proof"), *parts), "energy")
-    assert (row["variant"], row["mean_power_w"], row["counts"]) == ("settled", 500, True)
+    assert (row["variant"], row["mean_power_w"], row["valid"]) == ("settled", 500, True)

@@ -26,8 +26,7 @@ def judge(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Judge:
         path = shutil.copy(empty_store, tmp_path_factory.mktemp("store"))
         connection = duckdb.connect(path)
         connection.register("simulated", pa.concat_tables(timings))
-        connection.execute("insert into timings by name from simulated")
-        connection.execute("insert into timed by name select * exclude (ordinal) from simulated")
+        connection.execute("insert into measurements by name from simulated")
         for table in ("pairs", "estimates", "contrasts"):
             connection.execute((SQL / f"{table}.sql").read_text())
         return connection
@@ -40,32 +39,36 @@ def rows_of(connection: duckdb.DuckDBPyConnection, sql: str) -> list[Row]:
 
 
 def steps(name: str, log_ms: np.ndarray, counts: bool | None = True) -> pa.Table:
-    """Timings of steps from (devices, contenders, sittings, runs).
+    """Timings of steps from (devices, contenders, sessions, runs).
 
     The first contender is the baseline, the second a peer; all others are ours.
     """
     axes = [index.ravel() for index in np.indices(log_ms.shape)]
     devices = [f"{name} {i}" for i in axes[0]]
     contenders = [f"{device} {i}" for device, i in zip(devices, axes[1], strict=True)]
-    sittings = [f"{device} {i}" for device, i in zip(devices, axes[2], strict=True)]
+    sessions = [f"{device} {i}" for device, i in zip(devices, axes[2], strict=True)]
     constant = {
         "kind": "step",
         "part": "mid",
-        "family": "mid",
+        "work_key": "mid",
         "flops": 1.0,
         "switches": "",
         "versions": "",
+        "study": "matrix",
+        "optimizer": True,
     }
-    constant |= {"pass": "step", "precision": "", "shown": True, "twin": False, "is_current": True}
+    constant |= {"pass": "step", "precision": "", "twin": False, "is_current": True}
+    constant |= {"is_timed": True, "is_comparable": True}
     columns = {column: [value] * log_ms.size for column, value in constant.items()} | {
         "device": devices,
         "config_id": contenders,
-        "question": contenders,
-        "generation": contenders,
+        "comparison_key": contenders,
+        "code_version": contenders,
         "name": contenders,
+        "variant": contenders,
         "role": [("baseline", "peer", "own")[min(i, 2)] for i in axes[1]],
-        "counts": pa.array([counts] * log_ms.size, pa.bool_()),
-        "sitting": sittings,
+        "valid": pa.array([counts] * log_ms.size, pa.bool_()),
+        "session": sessions,
         "run": [" ".join(map(str, (name, *index))) for index in zip(*axes, strict=True)],
         "ordinal": axes[3] + 1,
         "log_ms": log_ms.ravel(),
@@ -85,18 +88,18 @@ def autocorrelated(
 
 
 def simulated(
-    generator: np.random.Generator, true_log_ms: np.ndarray, sigma: float, n_sittings: int, n: int
+    generator: np.random.Generator, true_log_ms: np.ndarray, sigma: float, n_sessions: int, n: int
 ) -> np.ndarray:
     """Medians as processes would measure them, from true values (devices, contenders).
 
-    A sitting moves all of a device by 2 % and each contender by some 0.2 %, so a ratio by 0.3 %; a
+    A session moves all of a device by 2 % and each contender by some 0.2 %, so a ratio by 0.3 %; a
     process differs by `sigma`; its 30 samples by 0.5 %, each as the one before in half of that.
     """
     devices, contenders = true_log_ms.shape
-    shape = (devices, contenders, n_sittings, n)
+    shape = (devices, contenders, n_sessions, n)
     log_ms = true_log_ms[:, :, None, None] + sigma * generator.normal(size=shape)
-    log_ms += 0.02 * generator.normal(size=(devices, 1, n_sittings, 1))
-    log_ms += 0.003 / np.sqrt(2) * generator.normal(size=(devices, contenders, n_sittings, 1))
+    log_ms += 0.02 * generator.normal(size=(devices, 1, n_sessions, 1))
+    log_ms += 0.003 / np.sqrt(2) * generator.normal(size=(devices, contenders, n_sessions, 1))
     return log_ms + 0.005 * np.median(autocorrelated(generator, shape, 30, 0.5), axis=-1)
 
 
@@ -117,14 +120,14 @@ def test_students_quantile_agrees_with_scipy(judge: Judge) -> None:
 
 
 def by_hand(differences: np.ndarray, equal_variance: float) -> tuple[float, float, float]:
-    """Returns mean, standard error and p of (sittings, runs) differences.
+    """Returns mean, standard error and p of (sessions, runs) differences.
 
     The formulas are those of docs/store-and-statistics.md.
     """
-    n_sittings, n = len(differences), differences.size
+    n_sessions, n = len(differences), differences.size
     variance = differences.var(ddof=1) if n > 1 else 0.0
     pooled = (4 * equal_variance + (n - 1) * variance) / (n + 3)
-    error = np.sqrt(pooled / n + 0.003**2 / n_sittings)
+    error = np.sqrt(pooled / n + 0.003**2 / n_sessions)
     mean = differences.mean()
     ends = (abs(mean) - MARGIN) / error, (abs(mean) + MARGIN) / error
     return mean, error, sum(stats.t.sf(end, n + 3) for end in ends)
@@ -197,7 +200,7 @@ def test_pairs_with_evidence_leave_out_those_without(judge: Judge) -> None:
     third = -np.array([0.0, 0.0, np.log(3)])[None, :, None, None]
     later = steps("gpu", third)
     later = later.set_column(
-        later.schema.get_field_index("sitting"), "sitting", pa.array(["later"] * 3)
+        later.schema.get_field_index("session"), "session", pa.array(["later"] * 3)
     )
     (row,) = rows_of(
         judge(steps("gpu", half, counts=None), later),
@@ -207,8 +210,8 @@ def test_pairs_with_evidence_leave_out_those_without(judge: Judge) -> None:
     assert row["verdict"] == "faster"
 
 
-def test_the_best_is_the_fastest_within_the_sittings_that_it_shares(judge: Judge) -> None:
-    """A sitting that is slower for everyone makes nobody the best who was not in it."""
+def test_the_best_is_the_fastest_within_the_sessions_that_it_shares(judge: Judge) -> None:
+    """A session that is slower for everyone makes nobody the best who was not in it."""
     log_ms = np.zeros((1, 3, 2, 1))
     log_ms[0, :, 1] += 0.2
     log_ms[0, 1] -= 0.1  # the peer is faster than the baseline
@@ -237,16 +240,16 @@ SIMULATED = """
 
 @pytest.fixture(scope="module")
 def judged(judge: Judge) -> Callable[[str], list[Row]]:
-    """Simulated contrasts: 100 devices for each σ, number of sittings and of runs in each."""
+    """Simulated contrasts: 100 devices for each σ, number of sessions and of runs in each."""
     generator = np.random.default_rng(12)
     true_log_ms = np.tile(-TRUE_DIFFERENCES, (100, 1))
     connection = judge(
         *(
             steps(
-                f"{sigma}/{n_sittings}/{n}",
-                simulated(generator, true_log_ms, sigma, n_sittings, n),
+                f"{sigma}/{n_sessions}/{n}",
+                simulated(generator, true_log_ms, sigma, n_sessions, n),
             )
-            for sigma, n_sittings, n in product(SIGMAS, (1, 2), (1, 2, 3))
+            for sigma, n_sessions, n in product(SIGMAS, (1, 2), (1, 2, 3))
         )
     )
 
@@ -258,12 +261,12 @@ def judged(judge: Judge) -> Callable[[str], list[Row]]:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("n_sittings", [1, 2])
+@pytest.mark.parametrize("n_sessions", [1, 2])
 @pytest.mark.parametrize("sigma", SIGMAS)
 def test_intervals_contain_the_truth(
-    judged: Callable[[str], list[Row]], sigma: float, n_sittings: int, n: int
+    judged: Callable[[str], list[Row]], sigma: float, n_sessions: int, n: int
 ) -> None:
-    rows = judged(f"{sigma}/{n_sittings}/{n}")
+    rows = judged(f"{sigma}/{n_sessions}/{n}")
     assert len(rows) == 900
     assert np.mean([row["covered"] for row in rows]) >= 0.93
 
@@ -278,7 +281,7 @@ def test_verdicts_are_right(judged: Callable[[str], list[Row]]) -> None:
     assert same and all(row["truth"] == 0 for row in same)
 
 
-def test_two_sittings_of_two_runs_tell_three_percent(judged: Callable[[str], list[Row]]) -> None:
+def test_two_sessions_of_two_runs_tell_three_percent(judged: Callable[[str], list[Row]]) -> None:
     small, large = (judged(f"{sigma}/2/2") for sigma in SIGMAS)
     assert np.median([row["half_width"] for row in small]) <= 0.010
     assert np.median([row["half_width"] for row in large]) <= 0.022
@@ -305,7 +308,7 @@ def test_noise_is_what_was_simulated(judge: Judge) -> None:
     assert row["between_runs"] == pytest.approx(0.01, rel=0.1)
     assert row["of_equals"] == pytest.approx(np.sqrt(2) * 0.01, rel=0.1)
     # Of ratios: 2 % of the contender's own and the noise of two times five runs.
-    assert row["between_sittings"] == pytest.approx(np.hypot(0.02, 0.01 * np.sqrt(2 / 5)), rel=0.1)
+    assert row["between_sessions"] == pytest.approx(np.hypot(0.02, 0.01 * np.sqrt(2 / 5)), rel=0.1)
 
 
 def test_undecided_asks_for_as_many_runs_as_decide_and_no_more(judge: Judge) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from tests.sql.conftest import Query, operator
 
-VIEWS = ("timed", "judged_ops", "current_ops", "operator_training", "operator_speedup", "roofline")
+VIEWS = ("summaries", "current_ops", "operator_training", "operator_speedup", "roofline")
 TRIAL = json.dumps({"attention.forward": ["hopper", {}]})
 # Of "{}" no trial could be listed; what is forced nowhere is an implementation like any other.
 FORCED = {"trial": (TRIAL, 0.51), "unlisted": ("{}", 0.52), "plain": (None, 0.53)}

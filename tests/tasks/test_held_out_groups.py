@@ -1,4 +1,4 @@
-"""Whole groups of points held out of a task's context: stations, subjects."""
+"""Tests tasks that hold whole groups of points, such as stations, out of their context."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Tasks from one's own data: drawn by the step alone, never context and target at once, padded."""
+"""Tests tasks of one's own data: drawn by the step alone, no point twice, padded."""
 
 import io
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.refusals import assert_refused
 from tnp.tasks.collate import collate
 from tnp.tasks.functions import FunctionTasks
 from tnp.tasks.sizes import draw_sizes
@@ -44,17 +45,12 @@ def test_a_task_is_drawn_by_the_step_alone_and_no_point_twice():
 
 def test_a_function_with_few_points_gives_what_it_has():
     tasks = FunctionTasks(functions(4, 400), batch=8, n_context=(9, 9), n_target=(6, 6))
+    x = torch.cat([x for x, _ in tasks.functions])
+    torch.testing.assert_close(tasks.normalization.x_mean, x.mean(0))  # of all points
     task = tasks(0)
     pairs = zip(task.context_lengths.tolist(), task.target_lengths.tolist(), strict=True)
     assert set(pairs) == {(3, 1), (9, 6)}
     task.check_finite()
-
-
-def test_a_normalization_is_of_all_points():
-    tasks = FunctionTasks(functions(40, 30), **SIZES)
-    x = torch.cat([x for x, _ in tasks.functions])
-    torch.testing.assert_close(tasks.normalization.x_mean, x.mean(0))
-    torch.testing.assert_close(tasks.normalization.x_deviation, x.std(0, correction=0))
 
 
 @pytest.mark.parametrize("of", ["dictionary", "structured array"])
@@ -76,7 +72,7 @@ def test_a_table_holds_functions_told_apart_by_a_column(of):
     [
         (
             {"h": ["5", "six"]},
-            "column 'h', row 1, holds 'six', not a number: .* of categories make",
+            "column 'h', row 1, holds 'six', not a number: .* for each category",
         ),
         ({"h": np.array([5, "six"], object)}, "column 'h', row 1, holds 'six', not a number"),
         ({"h": np.ones((2, 2))}, r"column 'h' has shape \(2, 2\): it must have one value a row"),
@@ -159,25 +155,19 @@ def test_a_missing_value_is_never_a_number(kind):
         FunctionTasks([(np.zeros((3, 1)), in_two)], **SIZES)
 
 
-def test_a_null_of_duckdb_is_missing():
-    duckdb = pytest.importorskip("duckdb")
+def test_a_null_of_duckdb_or_arrow_is_missing_and_an_error_prints_no_data():
+    duckdb, arrow = pytest.importorskip("duckdb"), pytest.importorskip("pyarrow")
     relation = duckdb.sql("from (values (0.0, 5.0), (1.0, null), (2.0, 7.0)) as _(t, h)")
-    for table in (relation, relation.fetchnumpy()):
-        with pytest.raises(ValueError, match="column 'h', row 1, is missing"):
-            functions_of_table(table, ["t"], ["h"])
     ((x, _),) = functions_of_table(relation.filter("h is not null"), ["t"], ["h"])
     assert x.tolist() == [[0.0], [2.0]]
-
-
-def test_a_null_of_arrow_is_missing_and_an_error_prints_no_data():
-    arrow = pytest.importorskip("pyarrow")
     table = arrow.table({"t": [0.0, 1.0], "h": [5, None], "id": ["a", None]})
-    with pytest.raises(ValueError, match="column 'h', row 1, is missing"):
-        functions_of_table(table, ["t"], ["h"])
-    with pytest.raises(ValueError, match="column 'id', row 1, is missing: every row must name its"):
-        functions_of_table(table, ["t"], ["t"], by="id")
-    with pytest.raises(ValueError, match="no column 'y': it has 't', 'h', 'id'$"):
-        functions_of_table(table, ["t"], ["y"])
+    assert_refused(
+        *((lambda t=t: functions_of_table(t, ["t"], ["h"]), "column 'h', row 1, is missing")
+          for t in (relation, relation.fetchnumpy(), table)),
+        (lambda: functions_of_table(table, ["t"], ["t"], by="id"),
+         "column 'id', row 1, is missing: every row must name its"),
+        (lambda: functions_of_table(table, ["t"], ["y"]), "column 'y': it has 't', 'h', 'id'$"),
+    )  # fmt: skip
 
 
 DAYS = np.datetime64("2026-01-01") + np.arange(2)
@@ -221,13 +211,21 @@ def test_a_column_of_numbers_may_be_of_any_type(column):
     assert y.dtype == torch.float64 and y.tolist() == [[1.0], [0.0]] and not y.requires_grad
 
 
-def test_names_of_columns_may_be_anything():
+def test_a_frame_or_a_grid_with_names_of_any_kind_is_a_table():
     class Frame(dict):
         columns = [0, ("a", "t"), "h"]
 
-    frame = Frame({0: [3, 4], ("a", "t"): [1.0, 2.0], "h": [5.0, 6.0]})
-    functions = functions_of_table(frame, [("a", "t")], ["h"], by=0)
-    assert [x.tolist() for x, _ in functions] == [[[1.0]], [[2.0]]]
+    class Grid:  # a Dataset of xarray
+        def to_dataframe(self) -> "Grid":
+            return self
+
+        def reset_index(self) -> Frame:
+            return frame
+
+    frame = Frame({0: [3, "3", 3], ("a", "t"): [1.0, 2.0, 3.0], "h": [5.0, 6.0, 7.0]})
+    for table in (frame, Grid()):
+        found = functions_of_table(table, [("a", "t")], ["h"], by=0)
+        assert [x.tolist() for x, _ in found] == [[[1.0], [3.0]], [[2.0]]]
     with pytest.raises(ValueError, match=r"no column 't': it has 0, \('a', 't'\), 'h'$"):
         functions_of_table(frame, ["t"], ["h"])
 
@@ -244,67 +242,39 @@ def test_a_csv_of_one_row_and_one_with_a_byte_order_mark():
         functions_of_table(read("t,h\n1,a\n2,3\n"), ["t"], ["t"], by="h")
 
 
-@pytest.mark.parametrize("table", ["a.csv", [{"t": 1.0}], None, torch.ones(2)])
-def test_what_has_no_columns_is_no_table(table):
-    name = type(table).__name__
-    with pytest.raises(TypeError, match=f"table is a {name}: it must hold columns by name"):
-        functions_of_table(table, ["t"], ["h"])
-
-
-def test_a_grid_is_read_as_a_table():
-    class Grid:  # a Dataset of xarray
-        def to_dataframe(self) -> "Grid":
-            return self
-
-        def reset_index(self) -> dict:
-            return {"lat": [0.0, 1.0], "T": [5.0, 6.0]}
-
-    ((x, _),) = functions_of_table(Grid(), ["lat"], ["T"])
-    assert x.tolist() == [[0.0], [1.0]]
-
-
-@pytest.mark.parametrize("functions", [np.zeros((2, 2)), {"x": 1}, "ab", iter(functions(5))])
-def test_functions_are_a_list(functions):
-    name = type(functions).__name__
-    with pytest.raises(TypeError, match=f"functions is a {name}: it must be a list of pairs"):
-        FunctionTasks(functions, **SIZES)
-
-
-def test_one_name_is_no_list_of_columns():
-    with pytest.raises(ValueError, match="x is 'time': it must be a list of names of columns"):
-        functions_of_table({"time": [0.0, 1.0], "h": [5.0, 6.0]}, "time", ["h"])
-
-
-def test_functions_may_be_told_apart_by_any_objects():
-    ids = np.array([3, "3", 3], dtype=object)
-    found = functions_of_table({"t": [0.0, 1.0, 2.0], "h": [5.0, 6.0, 7.0], "id": ids}, ["t"],
-                               ["h"], by="id")  # fmt: skip
-    assert [len(x) for x, _ in found] == [2, 1]
-
-
-def test_tasks_on_two_devices_go_into_no_batch():
-    here, there = (Task(*(torch.ones(1, 3, 1, device=device),) * 4) for device in ("cpu", "meta"))
-    with pytest.raises(ValueError, match="tasks on cpu and meta go into no batch together"):
-        collate([here, there])
+def test_what_is_no_table_or_no_list_is_named():
+    table = {"t": [0.0, 1.0], "h": [5.0, 6.0]}
+    assert_refused(
+        *((lambda t=t: functions_of_table(t, ["t"], ["h"]),
+           f"table is a {type(t).__name__}: it must hold columns by name")
+          for t in ("a.csv", [{"t": 1.0}], None, torch.ones(2))),
+        *((lambda f=f: FunctionTasks(f, **SIZES),
+           f"functions is a {type(f).__name__}: it must be a list of pairs")
+          for f in (np.zeros((2, 2)), {"x": 1}, "ab", iter(functions(5)))),
+        error=TypeError,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="x is 't': it must be a list of names of columns"):
+        functions_of_table(table, "t", ["h"])
 
 
 def test_collated_tasks_are_padded_to_the_largest():
-    small = Task(*(torch.ones(2, n, 1) for n in (3, 3, 4, 4)))
-    large = Task(*(torch.ones(1, n, 1) for n in (5, 5, 2, 2)))
+    def ones(batch, m, n, **options):
+        return Task(*(torch.ones(batch, n, 1, **options) for n in (m, m, n, n)))
+
+    small, large = ones(2, 3, 4), ones(1, 5, 2)
     batch = collate([small, large])
-    assert batch.context_lengths.tolist() == [3, 3, 5] and batch.target_lengths.tolist() == [
-        4,
-        4,
-        2,
-    ]
+    assert batch.context_lengths.tolist() == [3, 3, 5]
+    assert batch.target_lengths.tolist() == [4, 4, 2]
     assert collate([batch, large]).context_lengths.tolist() == [3, 3, 5, 5]
     assert collate([small, small]).context_lengths is None
-    with pytest.raises(ValueError, match="there is no task to collate"):
-        collate([])
+    wide, there = Task(*(torch.ones(1, 3, d) for d in (2, 1, 2, 1))), ones(1, 3, 3, device="meta")
+    assert_refused(
+        (lambda: collate([]), "there is no task to collate"),
+        (lambda: collate([small, wide]), "d_x 1, d_y 1 and d_x 2, d_y 1 cannot be in one batch"),
+        (lambda: collate([small, there]), "tasks on cpu and meta cannot be in one batch"),
+    )
     with pytest.raises(TypeError, match="tasks to collate: number 1 is a tuple: all must be a tnp"):
         collate([small, tuple(small)])
-    with pytest.raises(ValueError, match="tasks of d_x 1, d_y 1 and d_x 2, d_y 1 go into no batch"):
-        collate([small, Task(*(torch.ones(1, 3, d) for d in (2, 1, 2, 1)))])
 
 
 @pytest.mark.parametrize(
@@ -339,17 +309,6 @@ def test_what_gives_no_tasks_is_named(change, message):
     arguments = {"functions": functions(40)} | SIZES | change
     with pytest.raises(ValueError, match=message):
         FunctionTasks(arguments.pop("functions"), **arguments)
-
-
-def test_counts_may_be_numbers_of_numpy_and_torch():
-    numbers = {
-        "batch": np.int64(5),
-        "n_context": (torch.tensor(2), np.array(9)),
-        "n_target": (3, 6),
-    }
-    found = FunctionTasks(functions(40), **numbers, seed=np.uint8(3))(torch.tensor(7))
-    expected = FunctionTasks(functions(40), **SIZES, seed=3)(7)
-    assert torch.equal(found.y_target, expected.y_target)
 
 
 def test_sizes_are_uniform_and_a_function_of_seed_and_step():

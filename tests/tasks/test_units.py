@@ -1,10 +1,11 @@
-"""Units: a normalization is that of its points, and values must fit what a model computes with."""
+"""Tests that a normalization is that of its points, and that values fit the model's dtype."""
 
 import numpy as np
 import pytest
 import torch
 
 from tests.model.test_transformer_np import build, make_task
+from tests.refusals import assert_refused
 from tnp.model.transformer_np import TransformerNP
 from tnp.tasks.normalization import Normalization
 from tnp.tasks.task import Task
@@ -44,30 +45,29 @@ def test_values_past_what_the_model_computes_with_are_named(dtype, deviation, va
 
 
 def test_a_normalization_is_that_of_its_points():
-    x = torch.tensor([[0.0, 3.0], [2.0, 3.0]])
+    x, plain = torch.tensor([[0.0, 3.0], [2.0, 3.0]]), build()
     units = Normalization.of(x, torch.tensor([[1.0], [5.0]]).numpy())
     expected = {"x_mean": [1.0, 3.0], "x_deviation": [1.0, 1.0]}
     assert units.numbers() == expected | {"y_mean": [3.0], "y_deviation": [2.0]}
     constant = torch.full((1000, 1), 0.1, dtype=torch.float64)
     assert Normalization.of(constant, constant).numbers()["x_deviation"] == [1.0]
     assert "x_mean=[1.0, 3.0]" in repr(units)
-    with pytest.raises(ValueError, match=r"y_deviation is \[0.0\]: means must be finite"):
-        Normalization([0.0], [1.0], [0.0], [0.0])
-    with pytest.raises(ValueError, match=r"x_mean is \[0.0, 0.0\] and x_deviation \[1.0\]: they m"):
-        Normalization([0.0, 0.0], [1.0], [0.0], [1.0])
-    for points in (torch.zeros(3), torch.zeros(0, 1)):
-        with pytest.raises(
-            ValueError, match=r"x is \(.*\): it must be \[points, d_x\], of at least"
-        ):
-            Normalization.of(points, x)
-    for number in (1.0, np.array(1.0), torch.tensor(1.0)):
-        with pytest.raises(ValueError, match="x_deviation is .*: it must be a list of numbers"):
-            Normalization([0.0], number, [0.0], [1.0])
-    with pytest.raises(ValueError, match="normalization is of d_x 2 and d_y 1: TNPConfig says 1"):
-        plain = build()
-        TransformerNP(plain.config, plain.variant, normalization=units)
-    with pytest.raises(TypeError, match="normalization is a dict: it must be a Normalization"):
-        TransformerNP(plain.config, plain.variant, normalization=units.numbers())
+
+    def model(normalization):
+        return lambda: TransformerNP(plain.config, plain.variant, normalization=normalization)
+
+    of_points = r"x is \(.*\): it must be \[points, d_x\], of at least"
+    assert_refused(
+        (lambda: Normalization([0.0], [1.0], [0.0], [0.0]), r"y_deviation is \[0.0\]: means must"),
+        (lambda: Normalization([0.0, 0.0], [1.0], [0.0], [1.0]),
+         r"x_mean is \[0.0, 0.0\] and x_deviation \[1.0\]: they m"),
+        *((lambda p=p: Normalization.of(p, x), of_points)
+          for p in (torch.zeros(3), torch.zeros(0, 1))),
+        *((lambda n=n: Normalization([0.0], n, [0.0], [1.0]), "x_deviation is .*: it must be a l")
+          for n in (1.0, np.array(1.0), torch.tensor(1.0))),
+        (model(units), "normalization is of d_x 2 and d_y 1: TNPConfig says 1"),
+    )  # fmt: skip
+    assert_refused((model(units.numbers()), "normalization is a dict: it must"), error=TypeError)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The training loop: any source, resume, averaging, early stopping, and what it refuses."""
+"""Tests the training loop: any source, resume, averaging, early stopping, and refusals."""
 
 import logging
 import math
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.model.test_transformer_np import CONFIG, build, make_task
+from tests.refusals import assert_refused
 from tnp.tasks.task import Task
 from tnp.train.loop import WATCHED, HeldOut, fit
 from tnp.train.step import TrainingStep
@@ -21,6 +22,12 @@ def task_of(step: int, fill: float | None = None) -> Task:
     if fill is not None:
         task.y_target.fill_(fill)
     return task
+
+
+def wide(task: Task) -> Task:
+    """Returns the task with two dimensions of x in place of one."""
+    x_context, x_target = (x.expand(-1, -1, 2) for x in (task.x_context, task.x_target))
+    return Task(x_context, task.y_context, x_target, task.y_target)
 
 
 def train(n_steps, tasks=task_of, model=None, **options):
@@ -116,9 +123,16 @@ def test_a_schedule_is_of_the_step():
     assert len(run.reports) == 5
 
 
-def test_a_run_that_diverges_says_so_and_leaves_what_was_saved(tmp_path):
-    with pytest.raises(RuntimeError, match="the loss is (nan|inf) at step 4: the run diverged"):
-        train(6, lambda step: task_of(step, 1e30 if step == 3 else None), folder=tmp_path)
+@pytest.mark.parametrize(
+    ("fourth", "error", "message"),
+    [
+        (lambda: task_of(3, 1e30), RuntimeError, "the loss is (nan|inf) at step 4: the run diverg"),
+        (lambda: wide(task_of(3)), ValueError, r"x_context is \(2, 7, 2\): it must be \[B, rows,"),
+    ],
+)
+def test_a_run_that_fails_says_so_and_leaves_what_was_saved(tmp_path, fourth, error, message):
+    with pytest.raises(error, match=message):
+        train(6, lambda step: fourth() if step == 3 else task_of(step), folder=tmp_path)
     assert train(2, folder=tmp_path).reports[-1]["step"] == 2
 
 
@@ -128,18 +142,13 @@ def test_a_run_that_diverges_says_so_and_leaves_what_was_saved(tmp_path):
         (lambda step: make_task().x_context, TypeError, "tasks gives a Tensor: it must give a tnp"),
         (lambda step: task_of(step, math.nan), ValueError, "y_target of sample 0, point 0, is"),
         (lambda step: make_task(n_target=0), ValueError, "it must hold at least one target"),
-        ([], ValueError, "tasks has come to its end and gives nothing when it is begun again"),
-        (iter([task_of(0)]), ValueError, "tasks has come to its end"),
+        ([], ValueError, "tasks has ended and gives nothing when it is started again"),
+        (iter([task_of(0)]), ValueError, "tasks has ended"),
     ],
 )
 def test_a_source_that_trains_nothing_is_one_sentence(source, error, message):
     with pytest.raises(error, match=message):
         train(3, source)
-
-
-def test_a_model_is_no_step():
-    with pytest.raises(TypeError, match="step is a TransformerNP: it must be a TrainingStep"):
-        fit(build(), task_of, 3)
 
 
 @pytest.mark.parametrize("name", ["step", "loss", "learning_rate", "elapsed_s"])
@@ -166,85 +175,58 @@ def test_a_resumed_run_says_from_where_and_which_settings_it_keeps(tmp_path, cap
 
 
 def test_numbers_of_numpy_and_paths_are_saved_as_plain_ones_and_others_are_named(tmp_path):
-    options = {"schedule": lambda i: np.interp(i, [0, 9], [1e-2, 1e-3]), "average": np.float64(0.5)}
-    options["about"] = {
-        "data": tmp_path / "a.csv",
-        "sizes": [np.int64(3), {"eps": np.float32(0.5)}],
-    }
+    about = {"data": tmp_path / "a.csv", "sizes": [np.int64(3), {"eps": np.float32(0.5)}]}
+    options = {"schedule": lambda i: np.interp(i, [0, 9], [1e-2, 1e-3]), "about": about}
+    options |= {"average": np.float64(0.5), "evaluate": lambda model: {WATCHED: np.float64(1.5)}}
     train(2, folder=tmp_path, **options)
     run = train(4, folder=tmp_path, **options)
     assert [report["step"] for report in run.reports] == [0, 2, 4]
-    assert {type(report["learning_rate"]) for report in run.reports} == {float}
-    with pytest.raises(
-        ValueError, match="the schedule's rate of step 0 is '0.1': it must be a num"
-    ):
-        train(2, schedule=lambda i: "0.1")
-    seen = []
-    for value, kind in (
-        (np.ones(3), "ndarray"),
-        (len, "builtin_function"),
-        (lambda: 0, "function"),
-        (torch.ones(2), "Tensor"),
-    ):
-        with pytest.raises(TypeError, match=f"about.a is a {kind}.*: it must be of numbers, texts"):
+    for name in ("learning_rate", WATCHED):
+        assert {type(report[name]) for report in run.reports} == {float}
+    with pytest.raises(ValueError, match="of another run: data is .*a.csv' there and 'b' here"):
+        train(4, folder=tmp_path, **options | {"about": about | {"data": "b"}})
+    seen, kinds = [], {"ndarray": np.ones(3), "builtin_function": len, "Tensor": torch.ones(2)}
+    for kind, value in kinds.items():
+        with pytest.raises(TypeError, match=f"about.a is a {kind}.*: it must hold numbers, texts"):
             train(2, seen.append, folder=tmp_path / "b", about={"a": value})
     assert not seen and not (tmp_path / "b").exists()
 
 
-def test_a_source_that_changes_its_dimensions_is_refused_and_the_run_before_stays(tmp_path):
-    def tasks(step):
-        task = task_of(step)
-        wide = torch.zeros(2, 7, 2)
-        return task if step < 3 else Task(wide, task.y_context, wide[:, :5], task.y_target)
+def test_arguments_that_train_nothing_are_named():
+    def ask(**options):
+        return lambda: train(3, **options)
 
-    with pytest.raises(ValueError, match=r"x_context is \(2, 7, 2\): it must be \[B, rows, 1\]"):
-        train(6, tasks, folder=tmp_path)
-    assert train(2, folder=tmp_path).reports[-1]["step"] == 2
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"tasks": None}, "tasks is a NoneType: it must be a function, a list or a DataLoader"),
-        ({"evaluate": [task_of(0)]}, "evaluate is a list: it must be a function or None"),
-        ({"evaluate": lambda model: None}, "evaluate gives a NoneType: it must give a report's"),
-        ({"schedule": 0.1}, "schedule is a float: it must be a function or None"),
-    ],
-)
-def test_arguments_of_another_type_are_named(options, message):
-    with pytest.raises(TypeError, match=message):
-        train(3, **options)
-
-
-def test_held_out_tasks_are_tasks():
-    with pytest.raises(TypeError, match="held-out tasks: number 0 is a Tensor: all must be a"):
-        HeldOut(task_of(0))
+    assert_refused(
+        (lambda: fit(build(), task_of, 3), "step is a TransformerNP: it must be a TrainingStep"),
+        (lambda: HeldOut(task_of(0)), "held-out tasks: number 0 is a Tensor: all must be a"),
+        (ask(tasks=None), "tasks is a NoneType: it must be a function, a list or a DataLoader"),
+        (ask(evaluate=[task_of(0)]), "evaluate is a list: it must be a function or None"),
+        (ask(evaluate=lambda model: None), "evaluate gives a NoneType: it must give a report's"),
+        (ask(schedule=0.1), "schedule is a float: it must be a function or None"),
+        error=TypeError,
+    )
+    assert_refused(
+        (ask(every=0), "every is 0: it must be a whole number"),
+        (ask(accumulate=1.5), "accumulate is 1.5: it must be a whole number"),
+        (ask(average=1.0), "average is 1.0: it must lie between 0 and 1"),
+        (ask(schedule=lambda i: "0.1"), "the schedule's rate of step 0 is '0.1': it must be a num"),
+        (ask(patience=2), "patience needs `evaluate`"),
+        (ask(patience=1, evaluate=lambda model: {}), "gives no 'heldout_log_likelihood', which"),
+        (lambda: HeldOut([]), "there is no held-out task: give at least one"),
+    )
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"every": 0}, "every is 0: it must be a whole number"),
-        ({"accumulate": 1.5}, "accumulate is 1.5: it must be a whole number"),
-        ({"average": 1.0}, "average is 1.0: it must lie between 0 and 1"),
-        ({"patience": 2}, "patience needs `evaluate`"),
-    ],
-)
-def test_arguments_out_of_range_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        train(3, **options)
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"model": build(d_ff_storage=32)}, "has weights of other names or shapes, as a variant"),
+        ({"model": build(d_ff_storage=32)}, "has weights of other names or shapes, such as"),
         # Weights of the same shapes, which would be another function in this model.
         ({"model": build(replace(CONFIG, n_heads=4))}, "n_heads is 2 there and 4 here"),
         ({"model": build(replace(CONFIG, sigma_min=0.1))}, "sigma_min is 0.0 there and 0.1 here"),
         ({"model": build(dtype=torch.bfloat16)}, "is 'torch.float32' there and 'torch.bfl"),
         ({"average": 0.5}, "average is None there and 0.5 here"),
         ({"accumulate": 2}, "accumulate is 1 there and 2 here"),
+        ({"groups": 2}, r"groups of \[1, \d+\] parameters here and"),
     ],
 )
 def test_a_state_of_another_model_is_refused_and_changes_no_weight(tmp_path, options, message):
@@ -252,34 +234,13 @@ def test_a_state_of_another_model_is_refused_and_changes_no_weight(tmp_path, opt
     model = options.get("model") or build()
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(ValueError, match=message):
-        train(3, folder=tmp_path, **{"model": model} | options)
+        if "groups" in options:
+            first, *others = model.parameters()
+            optimizer = torch.optim.AdamW([{"params": [first]}, {"params": others}])
+            fit(TrainingStep(model, optimizer=optimizer), task_of, 4, folder=tmp_path)
+        else:
+            train(3, folder=tmp_path, **{"model": model} | options)
     assert all(map(torch.equal, before, model.parameters()))
-
-
-def test_a_state_of_other_groups_of_parameters_is_refused_and_changes_no_weight(tmp_path):
-    train(2, folder=tmp_path)
-    model = build()
-    before = [p.detach().clone() for p in model.parameters()]
-    first, *others = model.parameters()
-    groups = [{"params": [first]}, {"params": others}]
-    step = TrainingStep(model, optimizer=torch.optim.AdamW(groups))
-    with pytest.raises(ValueError, match=rf"groups of \[1, {len(others)}\] parameters here and"):
-        fit(step, task_of, 4, folder=tmp_path)
-    assert all(map(torch.equal, before, model.parameters()))
-
-
-def test_a_state_of_another_run_is_refused(tmp_path):
-    train(2, folder=tmp_path, about={"data": "a"})
-    with pytest.raises(ValueError, match="of another run: data is 'a' there and 'b' here"):
-        train(2, folder=tmp_path, about={"data": "b"})
-
-
-def test_reports_hold_plain_numbers_so_that_their_state_can_be_read_again(tmp_path):
-    options = {"folder": tmp_path, "evaluate": lambda model: {WATCHED: np.float64(1.5)}}
-    train(2, **options)
-    reports = train(4, **options).reports
-    assert [report["step"] for report in reports] == [0, 2, 4]
-    assert {type(report[WATCHED]) for report in reports} == {float}
 
 
 def test_patience_asked_for_or_left_out_later_goes_by_the_best_since(tmp_path):
@@ -291,10 +252,3 @@ def test_patience_asked_for_or_left_out_later_goes_by_the_best_since(tmp_path):
     kept = [p.detach().clone() for p in run.model.parameters()]  # of 3.0
     extended = train(4, **options)  # 2.5: without patience the last is what was trained
     assert not all(map(torch.equal, kept, extended.model.parameters()))
-
-
-def test_what_evaluates_nothing_is_named():
-    with pytest.raises(ValueError, match="there is no held-out task: give at least one"):
-        HeldOut([])
-    with pytest.raises(ValueError, match="evaluate gives no 'heldout_log_likelihood', which"):
-        train(2, patience=1, evaluate=lambda model: {})

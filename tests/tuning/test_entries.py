@@ -1,4 +1,4 @@
-"""What becomes an entry of a tuned table, from rows of operators; and which rows are measured."""
+"""Tests which rows of operators become entries of a tuned table, and which are measured."""
 
 import json
 
@@ -18,7 +18,6 @@ from tnp.ops.swiglu import OPERATOR
 from tnp.tuning import entries as tuning
 
 PROBLEM = OPERATOR.problem("float32", rows=6, width=40)
-BOTH = {"training", "inference"}
 
 
 def timed(times: dict[str, object], problem=PROBLEM, **columns) -> list[dict]:
@@ -84,38 +83,35 @@ def chosen(rows: list[dict]) -> dict[str, str]:
     return {entry["mode"]: entry["choice"] for entry in entries}
 
 
-def test_training_and_inference_have_their_own_fastest():
-    times = {"torch": 1.0, "torch backward": 1.0, "triton": 1.5, "triton backward": 0.2}
-    assert chosen(timed(times)) == {"training": "triton", "inference": "torch"}
+def both(**ms: float) -> dict[str, float]:
+    """Returns {"implementation", "implementation backward": ms} of each."""
+    return {f"{name}{pass_}": time for name, time in ms.items() for pass_ in ("", " backward")}
 
 
-def test_the_earlier_stays_where_it_is_as_fast():
-    times = {"triton": 1.0, "triton backward": 1.0, "torch": 1.009, "torch backward": 1.009}
-    assert chosen(timed(times)) == dict.fromkeys(BOTH, "torch")
-    times |= {"torch": 1.02, "torch backward": 1.02}
-    assert chosen(timed(times)) == dict.fromkeys(BOTH, "triton")
+TORCH, OURS = both(torch=1.0), both(triton=0.1)
 
 
-def test_what_failed_is_left_out_of_that_mode():
-    times = {"torch": 1.0, "torch backward": 1.0, "triton": 0.5, "triton backward": "oom"}
-    assert chosen(timed(times)) == {"training": "torch", "inference": "triton"}
-    assert chosen(timed(dict.fromkeys(times, "error"))) == {}
-
-
-def test_only_what_auto_may_take_counts():
-    times = {"torch": 1.0, "torch backward": 1.0}
-    rest = {"compiled": 0.1, "compiled backward": 0.1, "auto": 0.1, "auto backward": 0.1}
-    ours = {"triton": 0.1, "triton backward": 0.1}
-    assert chosen(timed(times | rest)) == dict.fromkeys(BOTH, "torch")
-    assert chosen([*timed(times), *timed(ours, twin=True)]) == dict.fromkeys(BOTH, "torch")
-    assert chosen([*timed(times), *trials({1: 0.1}), *trials({1: 0.1}, "backward")]) == (
-        dict.fromkeys(BOTH, "torch")
-    )
-
-
-def test_of_several_runs_the_median_counts():
-    rows = [row for ms in (0.1, 3.0, 3.0) for row in timed({"triton": ms})]
-    assert chosen([*timed({"torch": 2.0}), *rows]) == {"inference": "torch"}
+@pytest.mark.parametrize(
+    ("rows", "training", "inference"),
+    [
+        (timed(TORCH | {"triton": 1.5, "triton backward": 0.2}), "triton", "torch"),
+        # The earlier stays where it is as fast.
+        (timed(both(triton=1.0, torch=1.009)), "torch", "torch"),
+        (timed(both(triton=1.0, torch=1.02)), "triton", "triton"),
+        (timed(TORCH | {"triton": 0.5, "triton backward": "oom"}), "torch", "triton"),
+        (timed(dict.fromkeys(TORCH | OURS, "error")), None, None),
+        # Only what `auto` may take counts.
+        (timed(TORCH | both(compiled=0.1, auto=0.1)), "torch", "torch"),
+        ([*timed(TORCH), *timed(OURS, twin=True)], "torch", "torch"),
+        ([*timed(TORCH), *trials({1: 0.1}), *trials({1: 0.1}, "backward")], "torch", "torch"),
+        # Of several runs the median counts.
+        ([row for ms in (0.1, 3.0, 3.0) for row in timed({"triton": ms})] + timed({"torch": 2.0}),
+         None, "torch"),
+    ],
+)  # fmt: skip
+def test_the_fastest_of_each_mode_is_entered(rows, training, inference):
+    found = {"training": training, "inference": inference}
+    assert chosen(rows) == {mode: name for mode, name in found.items() if name}
 
 
 def test_a_backward_pass_that_was_timed_with_its_forward_is_all_of_training():

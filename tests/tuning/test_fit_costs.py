@@ -1,5 +1,4 @@
-"""`python -m tnp.tuning.fit_costs`: what is timed, what is fitted, and what is said without a
-GPU."""
+"""Tests what `python -m tnp.tuning.fit_costs` times, fits, and says without a GPU."""
 
 import json
 from random import Random
@@ -19,7 +18,7 @@ SMALL = OPERATOR.problem("float32", batch=1, n_heads=2, n_q=20, n_k=40, head_dim
 
 
 def rows(us: tuple[float, ...], n: int = 40, noise: float = 0.0) -> list[dict]:
-    """Of the first configuration of the kernel "hopper", each count of which takes so many µs."""
+    """Makes rows of the first configuration of kernel "hopper" from µs for each of its counts."""
     chance, found = Random(3), []
     kernel = kernels_of(FORWARD)["hopper"]
     for _ in range(n):
@@ -65,11 +64,8 @@ def test_a_time_that_is_far_from_the_fastest_counts_for_little():
     assert other["us"] == pytest.approx([(near + far / 4) / (near**2 + far**2)], abs=1e-3)
 
 
-def test_too_few_sizes_say_nothing():
+def test_too_few_sizes_and_what_was_never_counted_say_nothing():
     assert fit_costs.fitted(OPERATOR, rows((5.0, 0.6, 2.0, 15.0), 15)) == []
-
-
-def test_what_was_never_counted_is_not_free():
     whole = [row for row in rows((5.0, 0.6, 2.0, 15.0), 200) if not row["counts"][3]]
     assert len(whole) > 100 and fit_costs.fitted(OPERATOR, whole) == []
 
@@ -106,7 +102,7 @@ def test_every_kernel_that_says_its_counts_is_timed(monkeypatch):
 
 @pytest.fixture
 def reported(monkeypatch):
-    """What the child reports, on a GPU; and what it was asked for."""
+    """Stands for a child on a GPU: holds its report, and notes what it was asked for."""
     report, asked = {"failure": ("error", "its process ended without a result")}, []
 
     def run_child(command, parameters, timeout_s):
@@ -130,20 +126,23 @@ def test_costs_are_entered_in_the_users_table(users_tables, reported, capsys):
     assert "5  0.6  2  15" in capsys.readouterr().out
 
 
-def test_where_nothing_was_timed_nothing_is_written(users_tables, reported, capsys):
-    reported[0]["failure"] = "oom", "out of memory"
+@pytest.mark.parametrize(
+    ("failure", "n_timed", "said"),
+    [
+        (("oom", "out of memory"), 0, "out of memory"),
+        (None, 3, "too few sizes were timed of each kernel"),
+    ],
+)
+def test_where_too_little_was_timed_nothing_is_written(
+    users_tables, reported, capsys, failure, n_timed, said
+):
+    reported[0]["failure"] = failure
+    if n_timed:
+        reported[0]["timed"] = rows((5.0, 0.6, 2.0, 15.0), n_timed)
     assert fit_costs.main([]) == 1
-    said = "nothing could be fitted of attention: out of memory\n"
+    said = f"nothing could be fitted of attention: {said}\n"
     assert capsys.readouterr().err.endswith(said)
     assert not users_tables.exists()
-
-
-def test_what_was_timed_at_too_few_sizes_is_said(users_tables, reported, capsys):
-    report, _ = reported
-    report |= {"timed": rows((5.0, 0.6, 2.0, 15.0), 3), "failure": None}
-    assert fit_costs.main([]) == 1
-    said = "nothing could be fitted of attention: too few sizes were timed of each kernel\n"
-    assert capsys.readouterr().err.endswith(said)
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):

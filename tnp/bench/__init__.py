@@ -1,1 +1,1 @@
-"""Measures things: timing, memory, provenance, isolation. No model code."""
+"""Measures time, memory and energy, each job in its own process. Holds no model code."""

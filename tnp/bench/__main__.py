@@ -1,12 +1,12 @@
-"""Times one problem of an operator with everything that is installed.
+"""Times one problem of an operator with every installed implementation.
 
     python -m tnp.bench rope --help
     python -m tnp.bench swiglu --rows 16384 --width 14336 --both
     python -m tnp.bench swiglu --rows 64 --width 512 --dtype float32 --implementations torch triton
 
-Sizes and options are those that the operator declares. Each implementation is a row of the table,
-with its medians or with the reason why it did not run. Results are checked against float64 after
-they were timed. All run in a process of their own, in turn, on the first visible GPU or the CPU.
+Each operator declares its sizes and options. The table has a row for each implementation: its
+medians, or the reason why it did not run. After timing, results are compared with float64. All
+implementations take turns in one process, on the first visible GPU or the CPU.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ COLUMNS = (
     "implementation", "provider", "forward µs", "backward µs", "rate", "over {}", "max error", ""
 )  # fmt: skip
 LEGEND = (
-    "over {}: its time over the row's, of all passes timed. max error: the largest absolute "
-    "difference of an element of any result from float64"
+    "over {}: its time divided by the row's, over all timed passes. max error: the largest "
+    "absolute difference between an element of any result and float64"
 )
 NUMBERS = (2, 3, 4, 5, 6)  # columns
-# Options are called alike for every operator. Recorded rows keep some operators' own names.
+# Options have the same names for every operator. Recorded rows keep some operators' own names.
 SPELLED = {
     "heads": "n_heads",
     "kv_heads": "n_kv_heads",
@@ -43,7 +43,7 @@ SPELLED = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Ends with exit code 0, 1 where nothing could be timed, or 2 for wrong arguments."""
+    """Returns exit code 0, 1 if nothing could be timed, or 2 for wrong arguments."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     outer = Parser(prog=PROGRAM, description=__doc__, add_help=False,
                    formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
@@ -75,11 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser(operator: Operator) -> Parser:
-    """Options of an operator's command."""
+    """Returns the parser of an operator's command."""
     about = (
-        f"Times {operator.name} of {', '.join(operator.tensors)} at one size, with every "
-        "implementation that is installed or with those that are named, and prints medians. Checks "
-        "each result against float64."
+        f"Times {operator.name} of {', '.join(operator.tensors)} at one size, with every installed "
+        "implementation or with the named ones, and prints medians. Compares each result with "
+        "float64."
     )
     parser = Parser(prog=f"{PROGRAM} {operator.name}", description=about)
     for name in operator.sizes:
@@ -108,7 +108,7 @@ def _parser(operator: Operator) -> Parser:
     passes = parser.add_mutually_exclusive_group()
     passes.add_argument("--backward", action="store_true", help="time the backward pass alone")
     passes.add_argument("--both", action="store_true", help="time both passes")
-    parser.add_argument("--iters", type=size, metavar="N", help="samples of each, exactly so many")
+    parser.add_argument("--iters", type=size, metavar="N", help="take exactly N samples of each")
     return parser
 
 
@@ -122,7 +122,7 @@ def _problem(operator: Operator, wanted: argparse.Namespace) -> Problem:
 
 
 def _require_described(operator: Operator, problem: Problem) -> None:
-    """Raises ValueError where the operator takes no tensors of these sizes."""
+    """Raises ValueError if the operator takes no tensors of these sizes."""
     import torch
 
     from tnp.ops._shared.random_values import Random
@@ -163,7 +163,7 @@ def _measure(
         return 1
     print(f"{problem} on {slug}\n")
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        print("Triton's interpreter runs our kernels here: their times say nothing of a GPU\n")
+        print("Triton's interpreter runs our kernels here: their times say nothing about a GPU\n")
     found = lines(rows, names, passes)
     first = next((line[0] for line in found if line[5]), names[0])
     header = [column.format(first) for column in COLUMNS]
@@ -177,9 +177,7 @@ def _measure(
 def _refused(
     operator: Operator, problem: Problem, names: list[str], passes: list[str]
 ) -> dict[str, str]:
-    """Returns why each implementation cannot run on this CPU; empty where any may, which a child
-    finds.
-    """
+    """Returns why each implementation cannot run on this CPU; {} if any of them might."""
     from tnp.dispatch import devices
     from tnp.dispatch.selection import refuses
     from tnp.gates.results import wanted_of
@@ -225,7 +223,7 @@ def lines(rows: list[dict[str, Any]], names: list[str], passes: list[str]) -> li
 
 
 def _whole(rows: list[dict]) -> float | None:
-    """Milliseconds of all passes; None where one of them was not timed."""
+    """Returns the milliseconds of all passes, or None if a pass was not timed."""
     if any(row["status"] != "ok" for row in rows):
         return None
     return sum(row["time_ms_p50"] for row in rows)
@@ -236,7 +234,7 @@ def _microseconds(row: dict | None) -> str:
 
 
 def _rate(row: dict) -> str:
-    """Returns the rate of operations where there are any to count, else of bytes."""
+    """Returns TFLOP/s if operations are counted, else GB/s."""
     if row["tflops"]:
         return f"{row['tflops']:.4g} TFLOP/s"
     return f"{row['gb_per_s']:.4g} GB/s"

@@ -1,4 +1,4 @@
-"""Measures the device's own limits: large matmuls, a memory copy and a read, through PyTorch."""
+"""Measures what the device can reach through PyTorch: large matmuls, a copy and a read."""
 
 from __future__ import annotations
 
@@ -18,46 +18,41 @@ CHECKED_ROWS = 64
 
 @dataclass(frozen=True)
 class Ceiling:
-    """Is timed like an operator: it has the methods of `tnp.bench.contenders.Contenders`."""
+    """Has the methods of `tnp.bench.contenders.Contenders`, so that it is timed like an operator.
+
+    It has one call, whose inputs are larger than any cache.
+    """
 
     call: Callable[[], torch.Tensor]
     least: Work
     pairs: Callable[[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]
 
     def require_supported(self, contender: str) -> None:
-        """Checks nothing: `of` has refused what the device cannot do."""
+        pass  # `of` has already refused
 
     def calls(self, contender: str) -> list[Callable[[], torch.Tensor]]:
-        """One, on one set of inputs that no cache holds."""
         return [self.call]
 
     def work(self, contender: str) -> Work:
-        """Operations and bytes."""
         return self.least
 
-    def launch_config(self, contender: str) -> str | None:
-        """PyTorch's own."""
+    def launch_config(self, contender: str) -> None:
         return None
 
     def precision(self, contender: str) -> str:
-        """Returns the dtype's own precision."""
         return ""
 
-    def plan_ms(self, contender: str) -> float | None:
-        """Returns None: nothing is planned."""
+    def plan_ms(self, contender: str) -> None:
         return None
 
-    def check(
-        self, contender: str, output: torch.Tensor
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs (measured, reference)."""
+    def check(self, contender: str, output: torch.Tensor) -> list[tuple]:
         return self.pairs(output)
 
 
 def of(parameters: dict, pass_: str, device: torch.device) -> Ceiling:
-    """Returns the ceiling of a job whose operator is one of `tnp.store.schemas.CEILINGS`.
+    """Returns the ceiling that a job names as its operator, one of `tnp.store.schemas.CEILINGS`.
 
-    Raises Unsupported for a number format that the device does not multiply in.
+    Raises Unsupported for a number format that the device does not multiply.
     """
     generator = torch.Generator(device).manual_seed(parameters["replicate"])
     making = {"ceiling_matmul": _matmul, "ceiling_copy": _copy, "ceiling_read": _read}
@@ -65,20 +60,17 @@ def of(parameters: dict, pass_: str, device: torch.device) -> Ceiling:
 
 
 def _matmul(parameters: dict, device: torch.device, generator: torch.Generator) -> Ceiling:
-    """Returns [n, n] @ [n, n] through PyTorch, n = 8192 unless `n_q` says.
+    """Makes a product [n, n] @ [n, n] through PyTorch. n is the job's `n_q`, or 8192.
 
-    The job's `dtype` is a number format: a dtype of PyTorch, or one of "tf32", "int8" and "e4m3".
+    The job's `dtype` is a dtype of PyTorch, or "tf32", "int8" or "e4m3".
     """
     n, kind = parameters.get("n_q") or MATMUL_SIZE, parameters["dtype"]
     dtype = {"tf32": torch.float32, "e4m3": torch.float8_e4m3fn}.get(kind) or getattr(torch, kind)
-    if (
-        kind == "e4m3"
-        and device.type == "cuda"
-        and torch.cuda.get_device_capability(device) < (8, 9)
-    ):
+    on_cuda = device.type == "cuda"
+    if kind == "e4m3" and on_cuda and torch.cuda.get_device_capability(device) < (8, 9):
         raise Unsupported("e4m3 is multiplied from compute capability 8.9 on")
     drawn = (torch.randn(n, n, device=device, generator=generator) for _ in "ab")
-    # Whole numbers of 8 bits, of which few lie outside their range.
+    # int8 takes whole numbers; few lie outside its range.
     a, b = ((x * 32).clamp(-127, 127).to(dtype) if kind == "int8" else x.to(dtype) for x in drawn)
     rows = slice(n - min(n, CHECKED_ROWS), n)
     size = 1.0 * n**2 * dtype.itemsize
@@ -91,7 +83,7 @@ def _matmul(parameters: dict, device: torch.device, generator: torch.Generator) 
 
 
 def _product(kind: str, a: torch.Tensor, b: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Returns a @ b. In 8 bits the second operand lies column by column, as cuBLAS wants it."""
+    """Returns a function for a @ b. For 8 bits it lays b out by columns, as cuBLAS requires."""
     if kind == "int8":
         columns = b.t().contiguous().t()
         return lambda: torch._int_mm(a, columns)
@@ -100,13 +92,13 @@ def _product(kind: str, a: torch.Tensor, b: torch.Tensor) -> Callable[[], torch.
         return lambda: torch._scaled_mm(
             a, columns, one, one, out_dtype=torch.bfloat16, use_fast_accum=True
         )
-    if kind == "tf32":  # a setting of the process, which measures nothing else
+    if kind == "tf32":  # sets the whole process, which measures nothing else
         torch.set_float32_matmul_precision("high")
     return lambda: a @ b
 
 
 def _read(parameters: dict, device: torch.device, generator: torch.Generator) -> Ceiling:
-    """Reads 1 GiB and writes nearly nothing: sums of rows of bfloat16, 4,096 numbers each."""
+    """Reads 1 GiB of bfloat16 and writes little: the sums of rows of 4,096 numbers."""
     rows = READ_BYTES // (2 * READ_COLUMNS)
     shape, dtype = (rows, READ_COLUMNS), torch.bfloat16
     source = torch.randn(shape, dtype=dtype, device=device, generator=generator)
@@ -119,10 +111,10 @@ def _read(parameters: dict, device: torch.device, generator: torch.Generator) ->
 
 
 def _copy(parameters: dict, device: torch.device, generator: torch.Generator) -> Ceiling:
-    """1 GiB read and as much written, by a kernel.
+    """Reads 1 GiB and writes 1 GiB with a kernel.
 
-    Not by `copy_`: in a CUDA graph that is a copy engine's work, which reached 2.7 TB/s on an H200
-    where kernels move 4.2.
+    A CUDA graph runs `copy_` on a copy engine, which reached 2.7 TB/s on an H200. Kernels reach
+    4.2.
     """
     source = torch.randn(COPY_BYTES // 4, device=device, generator=generator)
     target = torch.empty_like(source)

@@ -1,9 +1,9 @@
-"""Runs one measurement in a process of its own: `python -m tnp.bench.child KIND PARENT REPORT`.
+"""Runs one measurement in its own process: `python -m tnp.bench.child KIND PARENT REPORT`.
 
-`reporting` is the child's side of `tnp.bench.process.run_child`, for every kind of measurement.
-This one reports "tables", table → rows, or "timed", rows of no table. And "suspects", the
-contenders of an operator to blame should the process end now; and "listed", the contenders, where
-it was asked for all trials.
+`reporting` is the child's side of `tnp.bench.process.run_child`, for every kind of measurement. A
+measurement reports "tables" (table → rows), or "timed" (rows without a table). Operators also
+report "suspects", the contenders to blame if the process dies now, and "listed", the contenders
+that a job of all trials has.
 """
 
 import json
@@ -66,10 +66,10 @@ def main(kind: str, parent: str, report: str) -> None:
 
 @contextmanager
 def reporting(parent: str, report: str) -> Iterator[tuple[dict, Callable[..., None]]]:
-    """Gives the parameters of a child, and `note(**known)`, which reports at once.
+    """Yields the child's parameters and `note(**known)`, which reports at once.
 
-    "environment", a row, is noted first, and as "failure", status and reason, whatever is raised
-    inside. Where the device is not here, "missing" says so and nothing else is done.
+    It first notes "environment", a row. If the block raises, it notes "failure", status and reason.
+    If the device is not here, it notes "missing", and the block does not run.
     """
     die_with_parent(int(parent))
     parameters = json.load(sys.stdin)
@@ -85,15 +85,15 @@ def reporting(parent: str, report: str) -> Iterator[tuple[dict, Callable[..., No
         yield parameters, note
     except DeviceMissing as error:
         note(missing=str(error))
-    except Exception as error:  # whatever it was, it is this configuration's result
+    except Exception as error:  # any failure is this configuration's result
         traceback.print_exc()
         note(failure=classify(error))
 
 
 def require_device(slug: str) -> None:
-    """Raises DeviceMissing unless PyTorch can use the device `slug`, "cpu" or a GPU's, here.
+    """Raises DeviceMissing unless PyTorch can use the device `slug`: "cpu" or a GPU's.
 
-    From then on this process takes no more of a GPU's memory than TNP_GPU_GB allows.
+    Afterwards this process takes no more GPU memory than TNP_GPU_GB allows.
     """
     require_visible(slug)
     import torch
@@ -108,7 +108,7 @@ def require_device(slug: str) -> None:
 
 
 def require_gpu() -> Target:
-    """Returns the first GPU; DeviceMissing where there is none that PyTorch can use."""
+    """Returns the first GPU. Raises DeviceMissing without a GPU that PyTorch can use."""
     from tnp.bench.provenance import device_slug
 
     slug = device_slug()
@@ -121,7 +121,7 @@ def require_gpu() -> Target:
 
 
 def require_visible(slug: str) -> None:
-    """Raises DeviceMissing unless `slug` is "cpu" or the first GPU's name; imports no PyTorch."""
+    """Raises DeviceMissing unless `slug` is "cpu" or the first GPU's. Imports no torch."""
     if slug == "cpu":
         return
     from tnp.bench.provenance import device_slug
@@ -133,9 +133,7 @@ def require_visible(slug: str) -> None:
 
 
 def started_by_snakemake(arguments: list[str]) -> list[str]:
-    """Returns the arguments; without them, or asked for help, this says who starts such a
-    process.
-    """
+    """Returns the arguments. Without any, or with an option, explains usage and exits."""
     if arguments and not arguments[0].startswith("-"):
         return arguments
     print("usage: `snakemake` starts this process and says what it is to run")

@@ -1,8 +1,8 @@
-"""Runs one pass of one problem of an operator for each contender, and checks its results.
+"""Runs one pass of one problem for each contender, and checks the results.
 
-A contender is an implementation by its name, or one with kernels and configurations forced: a
-tuning trial. All contenders of a job run on the same numbers, in as many sets as together exceed
-twice the L2 cache, and are checked against the same results in float64.
+A contender is an implementation, or a tuning trial: an implementation with forced kernels and
+configurations. All contenders of a job get the same inputs. There are as many sets of inputs as
+exceed twice the L2 cache. Results are compared with the same float64 reference.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Forced = Mapping[str, tuple[str, Any]]  # operation → kernel, and its configur
 
 
 def input_sets(bytes_touched: float, device: torch.device) -> int:
-    """Returns how many sets of inputs in rotation exceed twice the L2 cache; 1 on the CPU."""
+    """Returns how many sets of inputs together exceed twice the L2 cache; 1 on the CPU."""
     if device.type != "cuda":
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
@@ -38,10 +38,10 @@ def input_sets(bytes_touched: float, device: torch.device) -> int:
 
 
 def trials(op: str, implementation: str, pass_: str, call: Call) -> dict[str, Forced]:
-    """Contenders of one pass by name: every kernel that serves it with every configuration.
+    """Returns contenders by name: each kernel that serves the pass, with each configuration.
 
-    The default comes first. In a backward pass the forward kernel is the one that would be chosen
-    among those that save what is read.
+    The default comes first. In a backward pass, the forward kernel saves the tensors that the
+    backward kernel reads, and is chosen among such kernels.
     """
     found = catalog().load(op, implementation)
     operation = found.forward if pass_ == "forward" else found.backward
@@ -65,10 +65,10 @@ def trials(op: str, implementation: str, pass_: str, call: Call) -> dict[str, Fo
 
 
 def listed(parameters: dict) -> dict:
-    """Returns the changes of a job that leaves it open which kernels and configurations it forces.
+    """Returns changes of a job that lists its trials: new `implementations` and `forced`.
 
-    Only a process that has imported the kernels, and sees the device, can list its trials. A
-    contender that has none stays as it is.
+    Only a process that has imported the kernels and sees the device can list trials. A contender
+    without trials stays as it is.
     """
     forced = dict(parameters.get("forced", {}))
     if {} not in forced.values():
@@ -94,13 +94,13 @@ def listed(parameters: dict) -> dict:
 
 
 class Contenders:
-    """Holds a job in one pass: inputs, calls, and the check afterwards.
+    """Holds one pass of a job: inputs, calls and the check afterwards.
 
     Args:
-        parameters: what `tnp.bench.outcome.op_job` gives.
+        parameters: the result of `tnp.bench.outcome.op_job`.
         pass_: "forward" or "backward".
-        device: where it runs.
-        n_sets: of inputs; by default as many as exceed the cache.
+        device: where the contenders run.
+        n_sets: number of sets of inputs; by default as many as exceed the cache.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class Contenders:
         problem = self.operator.from_json(parameters["problem"])
         self.case = Case(problem, tuple(sorted(parameters.get("draw", {}).items())))
         self.pass_, self.device, self.forced = pass_, device, parameters.get("forced", {})
-        # A forward pass beside a backward one saves what that needs, as in training. So does a
-        # trial: what is chosen by it serves training too.
+        # A forward pass beside a backward pass saves tensors for it, as in training. So does a
+        # trial: its choice serves training too.
         self.trains = bool(self.forced) or "backward" in passes(parameters)
         self.options = dict(self.operator.call_options(problem))
         self.sets, self.upstreams = [], []
@@ -121,13 +121,13 @@ class Contenders:
         for i in range(n_sets or input_sets(least, device)):
             drawn = self.operator.draw(self.case, random)
             self.sets.append({name: drawn.get(name) for name in self.operator.tensors})
-            # Drawn when the first contender's outputs are there: the same for all.
+            # Drawn once, when the first contender's outputs are known.
             arriving = Random(self.case, device, (replicate + 1) * 1_000_003 + i)
             self.upstreams.append(Upstream(arriving, drawn))
         self.plans: dict[str, plans.PlainPlan | plans.KernelPlan] = {}
 
     def require_supported(self, contender: str) -> None:
-        """Raises Unsupported with the reason where it cannot run here."""
+        """Raises Unsupported with a reason if the contender cannot run here."""
         name = implementation_of(contender)
         if is_automatic(name):
             return
@@ -139,7 +139,7 @@ class Contenders:
             raise Unsupported(reason)
 
     def calls(self, contender: str) -> list[Callable[[], Output]]:
-        """Launches on each set of inputs in turn; each returns its outputs or gradients."""
+        """Returns one call for each set of inputs; a call returns outputs or gradients."""
         name, wanted = implementation_of(contender), self._wanted(contender)
         forced = self.trial(contender)
         by_layout: dict[tuple, plans.PlainPlan | plans.KernelPlan] = {}
@@ -172,7 +172,7 @@ class Contenders:
             return [x for x, _ in given], [gradient for _, gradient in given]
 
         if self.operator.backward_with_forward:
-            arriving(run())  # draws what is missing
+            arriving(run())  # draws the gradients
 
             def both() -> Output:
                 outputs, gradients = arriving(run())
@@ -183,12 +183,12 @@ class Contenders:
         return partial(torch.autograd.grad, outputs, of, gradients, retain_graph=True)
 
     def work(self, contender: str) -> Work:
-        """Returns the least work that it must do."""
+        """Returns the least work that the contender must do."""
         declared = self.plans[contender].found.work or self.operator.work
         return declared(self.case, self.pass_)
 
     def launch_config(self, contender: str) -> str | None:
-        """Returns JSON of the choice that was made, or None where there was nothing to choose."""
+        """Returns the choices made for the contender as JSON, or None if there were none."""
         plan = self.plans[contender]
         content: dict[str, Any] = plan.described()
         if is_automatic(implementation_of(contender)):
@@ -199,14 +199,13 @@ class Contenders:
         return json.dumps(content) if content else None
 
     def precision(self, contender: str) -> str:
-        """Returns the format that it computes in, below the problem's dtype; "" where there is
-        none.
-        """
+        """Returns the narrower number format that it computes in, or ""."""
         return self.plans[contender].found.precision
 
     def plan_ms(self, contender: str) -> float | None:
-        """Milliseconds of the host for what an implementation plans once for the first set of
-        inputs, the median of five after one; None where it plans nothing.
+        """Returns the milliseconds that the host plans once, or None without a plan.
+
+        It is the median of five runs after a first one, for the first set of inputs.
         """
         plan, inputs = self.plans[contender].found.plan, tuple(self.sets[0].values())
         if plan is None:
@@ -215,7 +214,7 @@ class Contenders:
         return 1e3 * statistics.median([first_call(run, self.device) for _ in range(6)][1:])
 
     def check(self, contender: str, output: Output) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs (measured, float64) of the results for the first set of inputs."""
+        """Returns pairs (measured, float64) of the results for the first set of inputs."""
         if self.pass_ == "forward":
             named = dict(zip(self._outputs, _as_tuple(output), strict=True))
         else:
@@ -229,9 +228,7 @@ class Contenders:
 
     @cached_property
     def _exact(self) -> dict[str, tuple[Any, torch.Tensor | None]]:
-        """Returns float64 results of the first set: all of them, or the part that `spot`
-        computes.
-        """
+        """Returns float64 results of the first set, or the part that `partial_reference` gives."""
         operator, inputs, upstream = self.operator, self.sets[0], self.upstreams[0]
         wanted = operator.differentiated if self.pass_ == "backward" else ()
         wanted = tuple(name for name in wanted if inputs[name] is not None)
@@ -258,7 +255,7 @@ class Contenders:
         return catalog().load(self.operator.name, name)
 
     def _wanted(self, contender: str) -> tuple[str, ...]:
-        """Inputs whose gradients it is to give, or prepares for."""
+        """Returns the inputs whose gradients the contender gives, or prepares for."""
         if not self.trains:
             return ()
         name = implementation_of(contender)
@@ -269,9 +266,9 @@ class Contenders:
         return Call(self.case.problem, devices.of_device(self.device), self._wanted(contender))
 
     def trial(self, contender: str) -> selection.Forced:
-        """Kernels and configurations of a trial; of others none.
+        """Returns the forced kernels and configurations of a trial; {} for other contenders.
 
-        The configuration is the candidate with equal JSON; Unsupported where there is none.
+        The configuration is the candidate with equal JSON. Raises Unsupported if there is none.
         """
         forced: selection.Forced = {}
         for name, (kernel_name, wanted) in self.forced.get(contender, {}).items():
@@ -282,12 +279,10 @@ class Contenders:
             reason = kernel.refuses(call)
             if reason is not None:
                 raise Unsupported(reason)
-            for config in kernel.configs(call):
-                if _same_json(tuned_tables.as_json(config), wanted):
-                    forced[name] = kernel_name, config
-                    break
-            else:
+            equal = [one for one in kernel.configs(call) if tuned_tables.as_json(one) == wanted]
+            if not equal:
                 raise Unsupported(f"{kernel_name} has no configuration {json.dumps(wanted)}")
+            forced[name] = kernel_name, equal[0]
         return forced
 
 
@@ -296,10 +291,6 @@ def _operation(found: Implementation, name: str) -> Operation:
     if not known:
         raise Unsupported(f"{found.name} has no operation {name!r}")
     return known[0]
-
-
-def _same_json(one: Any, other: Any) -> bool:
-    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
 def _as_tuple(output: Output) -> tuple:

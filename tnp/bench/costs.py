@@ -1,4 +1,4 @@
-"""Times kernels at random sizes, with the counts to which `tnp.tuning.fit_costs` fits."""
+"""Times kernels at random sizes, with the counts that `tnp.tuning.fit_costs` fits to."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def measure_costs(parameters: dict) -> list[dict]:
     """Returns a row for each random size, kernel and configuration.
 
     A row has "of", "problem", "choice", "config", "counts" and "us": the median time in µs of a
-    launch that finds its inputs in no cache.
+    launch whose inputs are in no cache.
 
     Args:
         parameters: `op`, `dtype`, `n_sizes`, `seed`, `device`, `device_slug`.
@@ -44,7 +44,7 @@ def measure_costs(parameters: dict) -> list[dict]:
 def _timed(
     problem: Problem, implementation: str, pass_: str, parameters: dict, device: torch.device
 ) -> list[dict]:
-    """Returns rows of the kernels that have counts, timed in turn."""
+    """Times the kernels that have counts, in turn, and returns their rows."""
     operation = getattr(catalog().load(problem.op, implementation), pass_)
     kernels = selection.kernels_of(operation)
     if not any(kernel.counts for kernel in kernels.values()):

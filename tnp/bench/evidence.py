@@ -1,7 +1,6 @@
-"""Collects a row's evidence: the hashes of its specification and timing, and the code it ran.
+"""Collects a row's evidence: hashes of its specification and timing, and the code that it ran.
 
-Imports no torch: the process that plans, and that records a failure, knows all of it but the
-kernels.
+Imports no torch: the process that plans, and records failures, knows all of it but the kernels.
 """
 
 import json
@@ -15,7 +14,7 @@ from tnp.experiment.code_hash import digest
 from tnp.gates import gates_of
 from tnp.model.variants import Variant
 
-# Parameters on which the numbers of predictions and steps depend, besides the code.
+# The numbers of predictions and steps depend on these parameters, and on code.
 PREDICTION_SPEC = ("model", "batch", "n_context", "n_target", "dtype", "variant_spec")
 STEP_SPEC = (*PREDICTION_SPEC, "checkpoint", "cuda_graph", "optimizer")
 
@@ -34,7 +33,7 @@ def of_step(parameters: dict) -> dict[str, str | None]:
 
 
 def of_prediction(parameters: dict) -> dict[str, str | None]:
-    """Returns the evidence of predictions, the same for all forms, known before they run."""
+    """Returns the evidence of predictions that is known before they run."""
     variant = Variant.from_spec(parameters["variant"], parameters["variant_spec"])
     return _known(parameters, parameters.get("definitions")) | {
         "spec_hash": _hash({name: parameters[name] for name in PREDICTION_SPEC}),
@@ -45,7 +44,7 @@ def of_prediction(parameters: dict) -> dict[str, str | None]:
 def of_op(parameters: dict) -> dict[str, object]:
     """Returns the evidence of `parameters["implementation"]` that is known before it runs.
 
-    The implementation is not imported. A ceiling has neither a problem nor a role.
+    It does not import the implementation. A ceiling has neither a problem nor a role.
     """
     op, name = parameters["op"], parameters["implementation"]
     known = _known(parameters, parameters.get("definitions", {}).get(name))
@@ -75,7 +74,7 @@ def of_op(parameters: dict) -> dict[str, object]:
 
 @dataclass
 class Code:
-    """Holds the code that an implementation, a step or a gate ran, {name: hash} for each part."""
+    """Holds the code that a measurement ran: {name: hash} for each part."""
 
     kernels: dict[str, str] = field(default_factory=dict)
     packages: dict[str, str] = field(default_factory=dict)

@@ -1,20 +1,19 @@
-"""Measures what a call costs the host: operators launched eagerly, at sizes where the device waits
-for it.
+"""Measures what an operator's call costs the host, at sizes where the device waits for it.
 
-Implementations take turns in one process. A round of each is `CALLS` calls without a look at the
-device, few enough for its queue to hold all their launches; the time is the host's alone. Ours, and
-"auto", are called through `tnp.dispatch`; functions that PyTorch differentiates are called as they
-are, as a user of PyTorch would call them. Passes:
+Implementations take turns in one process. Each round makes `CALLS` calls without waiting for the
+device. Its queue holds all their launches, so the time is the host's alone. Our implementations and
+"auto" are called through `tnp.dispatch`. A function that PyTorch differentiates is called directly,
+as a user of PyTorch calls it. The passes are:
 
     forward     a call that nobody differentiates
-    recorded    a call that autograd is to differentiate
-    training    a call and its backward pass: autograd hands it to a thread of its own and back
-    chain       the same where a call is one of many in a row, so that the way to that thread and
-                back is paid once: the slope between a chain of `CHAIN` calls and a single one
+    recorded    a call that autograd records
+    training    a call and its backward pass: autograd runs it on another thread
+    chain       a call of many in a row, which go to that thread and back only once: the slope
+                between a chain of `CHAIN` calls and a single one
 
-`with_launches` is false where every launch of ours was replaced by nothing: what is left is Python
-before the launch, and beside it stands `bare_function`, an `autograd.Function` of three tensors
-that does nothing.
+`with_launches` is false if every launch of ours was replaced by nothing: the rest is Python before
+the launch. `bare_function` stands beside it: an `autograd.Function` of three tensors that does
+nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ BARE = "bare_function"
 PASSES = ("forward", "recorded", "training", "chain")
 
 Run = Callable[[], object]
-Output = Callable[..., torch.Tensor]  # of an operator's inputs: its last
+Output = Callable[..., torch.Tensor]  # an operator's inputs → its last output
 
 
 def measure_host(parameters: dict) -> list[dict]:
@@ -66,7 +65,7 @@ def measure_host(parameters: dict) -> list[dict]:
 
 @contextmanager
 def launching_nothing() -> Iterator[None]:
-    """Launches no kernel of ours inside the block: only the Python around it is left."""
+    """Replaces every launch of ours by nothing inside the block."""
     with patch.object(Bound, "__call__", lambda self, *arguments: None):
         forget()
         yield
@@ -106,10 +105,7 @@ def _of_problem(
 def _call(
     operator: Operator, case: Case, name: str, wanted: tuple[str, ...], device: torch.device
 ) -> Output:
-    """Returns a function that calls an implementation.
-
-    Raises RuntimeError with the reason where it cannot run.
-    """
+    """Returns a function that calls an implementation. Raises RuntimeError if it cannot run."""
     if name == BARE:
         return _bare
     numbers, options = operator.numbers, operator.call_options(case.problem)
@@ -152,15 +148,13 @@ def _bare(*inputs: torch.Tensor | None) -> torch.Tensor:
 
 
 def _runs(operator: Operator, case: Case, name: str, pass_: str, device: torch.device) -> list[Run]:
-    """Returns the functions to time: one call; for the pass "chain" a single one and a chain."""
+    """Returns the functions to time: one call, or for pass "chain" a single call and a chain."""
     drawn = operator.draw(case, Random(case, device))
     inputs = [drawn.get(one) for one in operator.tensors]
     wanted = () if pass_ == "forward" else tuple(n for n in operator.differentiated if n in drawn)
     leaves = [drawn[one].requires_grad_() for one in wanted]
     call = _call(operator, case, name, wanted, device)
-    if pass_ == "forward":
-        return [lambda: call(*inputs)]
-    if pass_ == "recorded":
+    if pass_ in ("forward", "recorded"):
         return [lambda: call(*inputs)]
     gradient = torch.empty_like(call(*inputs)).detach().zero_()
 
@@ -168,7 +162,7 @@ def _runs(operator: Operator, case: Case, name: str, pass_: str, device: torch.d
         x = call(*inputs)
         for _ in range(length - 1):
             if x.shape != inputs[0].shape:
-                raise NotImplementedError("its result is no input of its own: it makes no chain")
+                raise NotImplementedError("its result does not fit its input: it makes no chain")
             x = call(x, *inputs[1:])
         torch.autograd.grad(x, leaves, gradient)
 
@@ -178,7 +172,7 @@ def _runs(operator: Operator, case: Case, name: str, pass_: str, device: torch.d
 
 
 def _in_turn(timed: dict[str, list[Run]], device: torch.device) -> dict[str, list[float]]:
-    """Microseconds a call, a number for each round."""
+    """Returns the microseconds of a call, one number for each round."""
     samples: dict[str, list[float]] = {name: [] for name in timed}
     for number in range(WARM_ROUNDS + ROUNDS):
         for name, runs in timed.items():

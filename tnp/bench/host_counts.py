@@ -3,14 +3,14 @@
     python -m tnp.bench.host_counts --shape small --variant fused
     python -m tnp.bench.host_counts --shape small --variant pytorch_best --json
 
-On a GPU the step has the sizes of config.yaml and starts on an idle device. Without one, launches
-of ours do nothing, plans are those of `--gpu`, and PyTorch's operators run on the CPU.
-The model is then narrow and its task small, so that products take little time. Layers are as many
-as config.yaml says. Some operators launch one kernel less for so few points.
+On a GPU the step has the sizes of config.yaml and starts on an idle device. Without a GPU, our
+launches do nothing, plans are those of `--gpu`, and PyTorch's operators run on the CPU. The model
+is then narrow and its task small, so that products take little time. It has as many layers as
+config.yaml says. Some operators launch one kernel less for so few points.
 
-A count is of outermost calls: a `transpose` that calls `as_strided` is one view. Microseconds of a
-kind leave out other kinds inside it. PyTorch's profiler makes them longer, and the total is timed
-without it. Code of `torch.compile` allocates and makes views past the dispatcher, uncounted.
+Only outermost calls count: a `transpose` that calls `as_strided` is one view. Microseconds of a
+kind leave out other kinds inside it. PyTorch's profiler makes them longer, so the total is timed
+without it. Code of `torch.compile` allocates and makes views without the dispatcher, uncounted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[2]
 LAUNCH = "launch of ours"
 FORWARD, BACKWARD = "autograd functions, forward", "autograd functions, backward"
 PRODUCTS, OPTIMIZER, OTHER = "library products and attention", "optimizer", "other operators"
-# Kind → what names of events of the profiler match, first match first.
+# Kind → pattern for names of the profiler's events. The first match counts.
 KINDS = {
     "launches of ours": LAUNCH,
     "custom operators": r"tnp\w*::.*",
@@ -62,9 +62,7 @@ Run = Callable[[], object]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Ends with exit code 0, 1 where this device cannot run the variant, or 2 for wrong
-    arguments.
-    """
+    """Returns exit code 0, 1 if the variant cannot run here, or 2 for wrong arguments."""
     parser = Parser(prog="python -m tnp.bench.host_counts", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--shape", required=True, metavar="NAME", help="of config.yaml's shapes")
@@ -99,7 +97,7 @@ def _shown(number: float | None) -> str:
 
 
 def _parameters(shape: str, variant: str) -> dict:
-    """Returns what `tnp.bench.host_steps.step_of` takes; ValueError for an unknown name."""
+    """Returns the parameters of `tnp.bench.host_steps.step_of`; ValueError for unknown names."""
     config = require("yaml", "counts", "workflow").safe_load((ROOT / "config.yaml").read_text())
     specs = named_specs() | config.get("variants", {})
     for what, name, known in (("shape", shape, config["shapes"]), ("variant", variant, specs)):
@@ -119,11 +117,11 @@ def _parameters(shape: str, variant: str) -> dict:
 
 
 def count_step(parameters: dict, target: devices.Target) -> dict:
-    """Returns `where`, `host_us` (the median of a step) and `kinds`, as `count` gives them.
+    """Returns `where`, `host_us` (the median of a step) and `kinds`, the rows of `count`.
 
     Args:
-        parameters: what `tnp.bench.host_steps.step_of` takes.
-        target: the GPU to make plans for where there is none here.
+        parameters: the parameters of `tnp.bench.host_steps.step_of`.
+        target: the GPU to make plans for, if there is none here.
 
     Raises:
         Unsupported: this device cannot run the variant; the message says why.
@@ -158,11 +156,11 @@ def _as_on(target: devices.Target) -> Iterator[None]:
     from tnp.tasks.task import Task
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # threads that wait for each other would be most of a small product
+    torch.set_num_threads(1)  # a small product would mostly be threads that wait for each other
     try:
         with (
             patch.object(devices, "of_device", lambda device: target),
-            patch.object(Task, "check_finite", lambda self, units: None),  # of a CPU alone
+            patch.object(Task, "check_finite", lambda self, units: None),  # runs on CPUs only
             launching_nothing(),
         ):
             yield
@@ -171,9 +169,9 @@ def _as_on(target: devices.Target) -> Iterator[None]:
 
 
 def count(run: Run) -> list[dict]:
-    """Returns `kind`, `count` and `us` a call of `run`, which has run before.
+    """Returns rows of `kind`, `count` and `us` for a call of `run`, which has run before.
 
-    `us` is None for calls of Python, which are counted in a pass of their own.
+    `us` is None for calls of Python, which a separate pass counts.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -187,14 +185,14 @@ def count(run: Run) -> list[dict]:
 
 
 def of_events(events: Sequence) -> tuple[Counter, Counter]:
-    """Returns kind → outermost calls, and kind → microseconds of their own, of a profile's events.
+    """Returns counts of outermost calls, and microseconds without inner kinds, both by kind.
 
     All that an optimizer calls is of kind "optimizer".
     """
     import torch
 
     functions = [torch.autograd.Function]
-    for one in functions:  # it grows meanwhile
+    for one in functions:  # the list grows meanwhile
         functions += one.__subclasses__()
     names = "|".join(re.escape(one.__name__) for one in functions)
     kinds = {FORWARD: names, BACKWARD: f"(?:{names})Backward", **KINDS}
@@ -236,7 +234,7 @@ def _launches_seen() -> Iterator[None]:
 
 
 def _python_calls(run: Run) -> dict[str, int]:
-    """Returns how often one call of `run` calls functions of Python, by kind."""
+    """Returns how many functions of Python one call of `run` calls, by kind."""
     counts = dict.fromkeys((PYTHON, IN_TNP, *map("calls of Tensor.{}".format, TENSOR_CALLS)), 0)
     ours = str(ROOT / "tnp")
 

@@ -1,13 +1,13 @@
-"""Measures what whole training steps cost the host, ours and PyTorch's in turn in one process.
+"""Measures what training steps cost the host, with ours and PyTorch's in turn in one process.
 
-A form of a step is a variant, launched from Python or replayed as a CUDA graph. All forms of one
-shape are built first, each with a model of its own, and then take turns. Each has two times:
+A form of a step is a variant, launched from Python or replayed as a CUDA graph. All forms of a
+shape are built first, each with its own model, and then take turns. Each has two times:
 
-    host_ms   from the call of a step until it returns, on a device that has nothing left to do
-    step_ms   a step of `LOOP` steps back to back, until the device has finished the last one
+    host_ms   from the call of a step until it returns, on an idle device
+    step_ms   one of `LOOP` steps back to back, until the device has finished the last one
 
-The host is the limit of a loop whose `step_ms` is little more than its `host_ms`. The device is the
-limit where `host_ms` is clearly shorter.
+If `step_ms` is little more than `host_ms`, the host limits the loop. If `host_ms` is clearly
+shorter, the device limits it.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ Run = Callable[[], object]
 def measure_host_steps(parameters: dict, note: Callable[[str], None] = lambda doing: None) -> list:
     """Returns rows of table "host_steps", one a form, without provenance.
 
-    A form that fails or that this device cannot run has a status and a reason; the others go on.
+    A form that fails, or that this device cannot run, has a status and a reason. Others go on.
 
     Args:
         parameters: `shape`, its sizes, `model`, `dtype`, `device`, `replicate`; and `forms`, each
             with `variant`, `variant_spec` and `cuda_graph`.
-        note: is told what begins, so that nobody takes a long compilation for a hang.
+        note: is called with what begins, so that nobody takes a long compilation for a hang.
     """
     device = torch.device(parameters["device"])
     rows, runs = [], []
@@ -57,7 +57,7 @@ def measure_host_steps(parameters: dict, note: Callable[[str], None] = lambda do
         try:
             run = step_of(parameters | form, device)
             row["compile_s"] = sum(first_call(run, device) for _ in range(FIRST_STEPS))
-        except Exception as error:  # whatever it was, it is this form's result
+        except Exception as error:  # any failure is this form's result
             row["status"], row["reason"] = classify(error)
         else:
             row["status"], row["reason"] = "ok", ""
@@ -75,7 +75,7 @@ def step_of(parameters: dict, device: torch.device) -> Run:
     """Returns a call that makes one training step, always of the same task.
 
     Args:
-        parameters: `batch`, `n_context`, `n_target`, `model`, `dtype` and `replicate`; of the form
+        parameters: `batch`, `n_context`, `n_target`, `model`, `dtype`, `replicate`, and the form's
             `variant`, `variant_spec` and `cuda_graph`.
         device: where the model lies.
 
@@ -98,7 +98,7 @@ def step_of(parameters: dict, device: torch.device) -> Run:
 
 
 def host_ms(run: Run, device: torch.device) -> float:
-    """Milliseconds until `run` returns, called while the device has nothing to do."""
+    """Returns the milliseconds until `run` returns, called on an idle device."""
     synchronize(device)
     start = time.perf_counter()
     run()
@@ -108,14 +108,14 @@ def host_ms(run: Run, device: torch.device) -> float:
 def _in_turn(
     runs: list[Run], device: torch.device, note: Callable[[str], None]
 ) -> list[tuple[list[float], list[float]]]:
-    """Returns for each run its `host_ms` and its `step_ms`, a number a round."""
+    """Returns `host_ms` and `step_ms` of each run, one number for each round."""
     samples: list[tuple[list[float], list[float]]] = [([], []) for _ in runs]
     turns, order = list(zip(runs, samples, strict=True)), random.Random(0)
     for number in range(WARM_ROUNDS + ROUNDS if runs else 0):
         note(f"round {number}")
         order.shuffle(turns)  # nobody always follows the same one
         for run, (alone, loop) in turns:
-            run()  # the form before left its own code and data in the processor's caches
+            run()  # the previous form left its code and data in the processor's caches
             times = [host_ms(run, device) for _ in range(ALONE)]
             looped = _loop_ms(run, device)
             if number >= WARM_ROUNDS:

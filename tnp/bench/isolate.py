@@ -1,4 +1,4 @@
-"""Runs each measurement in its own process: memory, compile state and crash stay there."""
+"""Runs each measurement in its own process, so that a crash or a compiled state stays there."""
 
 import uuid
 from datetime import UTC, datetime
@@ -11,12 +11,11 @@ from tnp.store.schemas import TABLES
 def run_isolated(kind: str, parameters: dict, timeout_s: float) -> Rows:
     """Measures one configuration in a child process. Returns {table: rows}, provenance included.
 
-    Never raises for what the measurement does: running out of memory, missing support, a crash, a
-    kill and the time limit are rows with that status and the reason. The caller holds the device's
-    lock.
+    A failed measurement does not raise. Running out of memory, missing support, a crash, a kill and
+    the time limit give rows with a status and a reason. The caller holds the device's lock.
 
-    Where one of an operator's implementations ends the process, that is its result, and the others
-    are measured together without it; where it is not known which, each is measured alone.
+    If one of an operator's implementations ends the process, its row says so, and the others are
+    measured together without it. If nobody knows which one it was, each is measured alone.
 
     Args:
         kind: "step" (`tnp.bench.steps.measure_step`), "op" (`tnp.bench.measure.measure_op`),
@@ -27,7 +26,7 @@ def run_isolated(kind: str, parameters: dict, timeout_s: float) -> Rows:
         timeout_s: seconds until a child is killed.
 
     Raises:
-        DeviceMissing: the device of the parameters is not here, so that nothing can be said of it.
+        DeviceMissing: the device of the parameters is not here.
     """
     tables, suspects, parameters = _run_once(kind, parameters, timeout_s)
     names = list(parameters.get("implementations", []))
@@ -44,19 +43,15 @@ def run_isolated(kind: str, parameters: dict, timeout_s: float) -> Rows:
 
 
 def _run_once(kind: str, parameters: dict, timeout_s: float) -> tuple[Rows, list[str], dict]:
-    """Returns what one child process gives: table → rows, and who may have ended it before its
-    time.
-
-    And the parameters, with the trials that it listed.
-    """
+    """Runs one child. Returns its tables, the contenders to blame, and its parameters."""
     report = run_child(["tnp.bench.child", kind], parameters, timeout_s)
     parameters = parameters | report.get("listed", {})
-    # A process that dies while it is being taken down has measured all the same.
+    # A process that dies while it shuts down has measured all the same.
     measured = "tables" in report
     tables: Rows = (
         report["tables"] if measured else failure_rows(kind, parameters, *report["failure"])
     )
-    environment = report.get("environment")  # null where the child died before it looked
+    environment = report.get("environment")  # missing if the child died early
     if environment is not None:
         tables["environments"] = [environment]
     identity = environment and environment["environment_id"]
@@ -65,9 +60,7 @@ def _run_once(kind: str, parameters: dict, timeout_s: float) -> tuple[Rows, list
 
 
 def with_provenance(tables: Rows, device: str, environment_id: str | None) -> Rows:
-    """Returns the rows of one process with the columns every table starts with, and its run's new
-    id.
-    """
+    """Returns the rows of one process with device, environment, time and a new run id."""
     provenance = {
         "device": device,
         "environment_id": environment_id,

@@ -6,10 +6,10 @@ Forms, which take turns in one process:
     drawn_anew    one target whose context is encoded for it alone: `sample_jointly` without the
                   buffer, over n_context + n_target // 2 points, the mean of what the targets see
     trained       a training step of the model
-    trained_plain the same of the model without a buffer
+    trained_plain a training step of the model without a buffer
 
-A call of `drawn` is a whole sample with its encodings and its capture, and its time is divided by
-the number of targets. Of the others a call is `IN_A_ROW`, and begins with an idle device.
+A call of `drawn` is a whole sample with its encodings and its capture. Its time is divided by the
+number of targets. A call of another form runs it `IN_A_ROW` times on an idle device.
 """
 
 import time
@@ -35,10 +35,10 @@ from tnp.train.step import TrainingStep
 
 
 def measure_joint(parameters: dict, started: float) -> dict[str, list[dict[str, object]]]:
-    """Tables "predictions", "samples" and "code" of one configuration, a row for each form.
+    """Returns tables "predictions", "samples" and "code" of one configuration, a row a form.
 
     Args:
-        parameters: as `tnp.bench.predictions.measure_predictions` takes them; `model` has a buffer.
+        parameters: those of `tnp.bench.predictions.measure_predictions`; `model` has a buffer.
         started: `time.perf_counter()` when the process began; `setup_s` counts from there.
 
     Raises:
@@ -73,7 +73,7 @@ def measure_joint(parameters: dict, started: float) -> dict[str, list[dict[str, 
 def _calls(
     parameters: dict, variant: Variant, device: torch.device
 ) -> tuple[dict[str, tuple[Run, int]], dict[str, str]]:
-    """Returns {form: (a call, how many times it does what is timed)}, and columns of some forms."""
+    """Returns {form: (a call, how often it does the timed work)}, and notes for some forms."""
     torch.manual_seed(0)
     on_cuda = device.type == "cuda"
     n_context, n_target = parameters["n_context"], parameters["n_target"]

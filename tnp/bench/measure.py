@@ -1,6 +1,6 @@
 """Times one operator: its contenders in turn, on the same inputs, with cold caches.
 
-Outputs are checked again after timing. What contenders run is of `tnp.bench.contenders`.
+Outputs are checked again after timing. `tnp.bench.contenders` runs the contenders.
 """
 
 import math
@@ -36,30 +36,30 @@ from tnp.dispatch.spec import Work
 from tnp.experiment.failures import classify
 from tnp.experiment.kernel_code import launches
 
-# Where the fastest is shorter than this, all run from CUDA graphs: the host's launch time is not
-# seen there. A first call shows it: an MLP's backward of 0.4 ms takes the host more than 1 …
+# If the fastest is shorter than this, all run from CUDA graphs, which hide the host's launch time.
+# A first call decides: launching an MLP's backward of 0.4 ms takes the host more than 1 ms.
 GRAPH_BELOW_MS = 2.0
-# … nor, with at least this many launches in one, the events around it.
+# With at least this many launches in a graph, the events around it do not count either.
 GRAPH_LAUNCHES = 20
 
-# Of an operation, by its number format, of one at the datasheet's rate: a product in 16 bits.
+# Time of an operation by number format, in units of a 16-bit product at the datasheet's rate.
 SHARES = {"bfloat16": 1.0, "float16": 1.0, "float8_e4m3fn": 0.5, "e4m3": 0.5, "int8": 0.5}
 SHARES |= {"tf32": 2.0}
 
-# Share of the largest reference value that an output may be off. An absolute bound sees nothing
-# at 200,000 keys, where an attention output is about as small as the bound; the gates hold those.
+# Allowed error of an output, as a share of the largest reference value. An absolute bound would
+# see nothing at 200,000 keys, where attention's output is about as small as the bound.
 MAX_RELATIVE_ERROR = {"bfloat16": 2e-2, "float16": 5e-3, "float32": 1e-4}
-# The same of products in narrower formats: some five standard deviations of what their rounding
-# leaves in a product of normal numbers, over the largest of as many deviations.
+# Products in narrower formats: about five standard deviations of the rounding error of a product
+# of normal numbers.
 MAX_RELATIVE_ERROR |= {"e4m3": 1e-1, "int8": 5e-2, "int4": 2.5e-1, "tf32": 5e-3}
 
 
 class Inaccurate(ValueError):
-    """Says that an output which was timed is wrong."""
+    """Says that a timed output is wrong."""
 
 
 class AboveCeiling(ValueError):
-    """Says that a rate is more than the device can reach: the timing is wrong."""
+    """Says that a rate is above the device's limit: the timing is wrong."""
 
 
 T = TypeVar("T")
@@ -67,21 +67,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Contender:
-    """Holds an implementation whose kernels are compiled and whose calls have all run once."""
+    """Holds an implementation with compiled kernels, whose calls have all run once."""
 
     calls: list[Callable[[], Output]]
     compile_s: float
-    call_ms: float  # by nobody watched: it decides how all are timed
-    peak_memory_bytes: int | None = None  # of one call, beyond what was there
+    call_ms: float  # of one call: decides how all contenders are timed
+    peak_memory_bytes: int | None = None  # of one call, without the memory held before
 
     @classmethod
     def of(
         cls, calls: list[Callable[[], Output]], compile_s: float, device: torch.device
     ) -> "Contender":
-        """Makes a contender of calls that have all run.
-
-        The first is timed, and its memory is read.
-        """
+        """Makes a contender of calls that have all run. Times the first and reads its memory."""
         if device.type != "cuda":
             return cls(calls, compile_s, call_ms(calls[0], device))
         torch.cuda.reset_peak_memory_stats(device)
@@ -94,20 +91,20 @@ class Contender:
 def measure_op(
     parameters: dict, started: float, suspect: Callable[[list[str]], None] = lambda names: None
 ) -> Rows:
-    """Tables "ops", "samples" and "code" of one operator at one size, a row a contender and pass.
+    """Returns tables "ops", "samples" and "code" of one operator, a row a contender and pass.
 
-    All contenders are timed in the same rounds. What one of them raises is its row, and the others
-    are measured without it.
+    All contenders are timed in the same rounds. If one raises, its row says so, and the others are
+    measured without it.
 
     Args:
-        parameters: what `tnp.bench.outcome.op_job` gives: `implementations` (contender →
-            config_id), `timing`, `device`; and `definitions`, the hashes of what an implementation
-            reaches by its name and theirs.
+        parameters: the result of `tnp.bench.outcome.op_job`: `implementations` (contender →
+            config_id), `timing` and `device`; and `definitions`, {implementation: hashes of its
+            code by name}.
         started: `time.perf_counter()` when the process began; `setup_s` counts from there.
-        suspect: told whom to blame should this process not survive what comes next.
+        suspect: is called with the contenders to blame if the next action ends this process.
 
     Raises:
-        Exception: the inputs do not fit, or an error made the device useless to this process.
+        Exception: the inputs do not fit, or an error made the device unusable for this process.
     """
     device = torch.device(parameters["device"])
     prepare = Contenders if "problem" in parameters else ceilings.of
@@ -130,8 +127,7 @@ def measure_op(
                 tables["ops"].append(row)
                 tables["samples"] += samples
             started = time.perf_counter()
-    # Of both passes: an implementation's kernels are those of its whole run. What a failed one
-    # would have launched is not known.
+    # The hash covers the kernels of both passes. A failed implementation's kernels are unknown.
     for row in tables["ops"]:
         if row["status"] == "ok":
             row["kernels_hash"] = code[row["implementation"]].kernels_hash
@@ -139,7 +135,7 @@ def measure_op(
 
 
 def _code(parameters: dict, name: str) -> Code:
-    """Returns the code that the implementation runs, as far as it is known before it runs."""
+    """Returns the code that the implementation runs, as far as it is known beforehand."""
     definitions = parameters.get("definitions", {}).get(name, {})
     declared = "problem" in parameters and not is_automatic(name)
     theirs = catalog().listed(parameters["op"], name).packages if declared else {}
@@ -154,10 +150,9 @@ def _measure_pass(
     suspect: Callable[[list[str]], None],
     code: dict[str, Code],
 ) -> dict[str, tuple[dict[str, object], list[dict[str, object]]]]:
-    """Returns each contender's columns of its "ops" row, and its "samples" rows if it could be
-    timed.
+    """Returns each contender's columns of its "ops" row, and its "samples" rows if it was timed.
 
-    The kernels that an implementation launches are added to its `code`.
+    Adds the kernels that an implementation launches to its `code`.
     """
     dtype = parameters["dtype"]
     outcomes: dict[str, tuple[dict[str, object], list[dict[str, object]]]] = {}
@@ -169,12 +164,12 @@ def _measure_pass(
             suspect([name])
             try:
                 done[name] = work(name)
-            except Exception as error:  # whatever it was, it is this implementation's result
+            except Exception as error:  # any failure is this implementation's result
                 status, reason = classify(error)
                 if status != "unsupported":
                     traceback.print_exc()
                 outcomes[name] = {"status": status, "reason": reason}, []
-                synchronize(device)  # raises where the device can no longer be used
+                synchronize(device)  # raises if the device can no longer be used
         return done
 
     def prepare(name: str) -> Contender:
@@ -213,7 +208,7 @@ def _measure_pass(
             | timings
             | rates(workload.work(name), timings["time_ms_p50"], gpu)
             | {"launch_config": workload.launch_config(name)}
-            # Who plans does not import another package's implementation, which alone says it.
+            # The planner knows no precision of other packages: it does not import them.
             | {"precision": workload.precision(name)}
             | {"max_abs_error": checked_error(workload.check(name, output()), bound)}
             | {"compile_s": contenders[name].compile_s}
@@ -229,14 +224,12 @@ def _measure_pass(
 
 
 def capturable_stream(device: torch.device) -> AbstractContextManager:
-    """Runs the block on a stream of its own on CUDA: the default stream cannot be captured."""
+    """Runs the block on a new stream on CUDA: the default stream cannot be captured."""
     return torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext()
 
 
 def launches_per_run(contenders: Iterable[Contender], device: torch.device) -> int:
-    """Returns 1 where all are launched one by one; else the launches of whole rotations of the
-    inputs, from a graph.
-    """
+    """Returns how many launches a graph holds: whole rotations of the inputs; 1 without a graph."""
     fastest = min(contenders, key=lambda contender: contender.call_ms, default=None)
     if device.type != "cuda" or fastest is None or fastest.call_ms >= GRAPH_BELOW_MS:
         return 1
@@ -246,15 +239,13 @@ def launches_per_run(contenders: Iterable[Contender], device: torch.device) -> i
 def replayed(
     calls: list[Callable[[], Output]], n_launches: int
 ) -> tuple[list[Callable[[], object]], Callable[[], Output]]:
-    """Returns the function to time, and one that gives the output for the first inputs
-    afterwards.
-    """
+    """Returns the functions to time, and one that returns the output for the first inputs."""
     if n_launches == 1:
         return calls, calls[0]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        # Those of the last rotation are kept: what is written again was last touched a whole
-        # rotation ago, and is no longer in cache. Without what autograd saved with them.
+        # Outputs of the last rotation are kept, without autograd's saved tensors. So memory that is
+        # written again was last touched a whole rotation ago, and is no longer in cache.
         outputs = deque(maxlen=len(calls))
         outputs.extend(detached(call()) for call in islice(cycle(calls), n_launches))
     return [graph.replay], lambda: outputs[0]
@@ -269,8 +260,7 @@ def detached(output: Output) -> Output:
 def rates(work: Work, time_ms: float, gpu: str) -> dict[str, float | None]:
     """Returns the columns flops, bytes, bytes_written, tflops and gb_per_s.
 
-    Raises AboveCeiling where the datasheet of the device of this name says that no kernel runs at
-    these rates.
+    Raises AboveCeiling if a rate is above the datasheet of the GPU named `gpu`.
     """
     flops = sum(work.flops.values()) or None
     tflops = None if flops is None else flops / time_ms / 1e9
@@ -293,9 +283,10 @@ def rates(work: Work, time_ms: float, gpu: str) -> dict[str, float | None]:
 
 
 def checked_error(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], dtype: str) -> float:
-    """Returns largest absolute error over (measured, reference) pairs; Inaccurate past the bound.
+    """Returns the largest absolute error of (measured, reference) pairs.
 
-    `dtype` is the format that was computed in, a key of `MAX_RELATIVE_ERROR`.
+    Raises Inaccurate past the bound of `dtype`, the format of the computation: a key of
+    `MAX_RELATIVE_ERROR`.
     """
     worst = 0.0
     for measured, reference in pairs:

@@ -1,6 +1,4 @@
-"""Measures the peak memory of a step: allocator bytes on a GPU, resident bytes of the process on
-the CPU.
-"""
+"""Measures a step's peak memory: allocator bytes on a GPU, resident bytes on the CPU."""
 
 import re
 from pathlib import Path
@@ -12,11 +10,11 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 class PeakMemory:
-    """Measures the peak since the last `reset()`, in bytes, with parameters and optimizer state.
+    """Measures the peak in bytes since the last `reset()`, with parameters and optimizer state.
 
-    CUDA: `torch.cuda.max_memory_allocated`. CPU: the kernel's high-water mark of resident memory
-    above what the process held when this object was made, so make it before the model; None where
-    the kernel does not let a process reset that mark.
+    CUDA: `torch.cuda.max_memory_allocated`. CPU: the kernel's high-water mark of resident memory,
+    minus the memory that the process held when this object was made. So make it before the model.
+    The peak is None if the kernel does not let a process reset that mark.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,8 +1,8 @@
 """Calls NVIDIA Nsight Compute, `ncu`, and reads its table of kernels.
 
-A profile is taken into a report, which Nsight Compute's own window opens, and the report is printed
-as a table afterwards: what the profiled program prints is then not between its lines. Options and
-names of metrics are those of version 2025.4. A name that a GPU has no metric of gives no number.
+`ncu` writes a report, which its own window opens. The report is printed as a table afterwards, so
+that output of the profiled program is not between its lines. Options and metrics are those of
+version 2025.4. A metric that a GPU lacks gives no number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tnp.experiment.failures import Unsupported
 
-# Where the CUDA toolkit puts it, when it is not on the path.
+# The CUDA toolkit's folder, in case `ncu` is not on the path.
 TOOLKIT = "/usr/local/cuda/bin"
 
 KERNEL = "Kernel Name"
@@ -36,18 +36,18 @@ PERCENTAGES = {
 }
 # Cycles that a warp spends in each state for every instruction that is issued.
 STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
-# The state of a warp that issues is among them, and is no reason to wait.
+# A warp that issues is also in a state, which is no reason to wait.
 ISSUES = "selected"
 N_STALLS = 3
 
-# What `sections` stands for. By their names sections bring what they need on each GPU.
+# Arguments for each value of `sections`. Named sections collect the right metrics on each GPU.
 QUICK = ("SpeedOfLight", "Occupancy", "LaunchStats")
 SECTIONS = {
     "quick": [argument for name in QUICK for argument in ("--section", name)],
     "full": ["--set", "full"],
 }
 
-# Of times, in µs, and of memory, in bytes, as older and newer versions write them.
+# Units of times in µs, and of memory in bytes, as older and newer versions write them.
 MICROSECONDS = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "s": 1e6}
 MICROSECONDS |= {"nsecond": 1e-3, "usecond": 1.0, "msecond": 1e3, "second": 1e6}
 BYTES = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6}
@@ -63,11 +63,11 @@ MOST_CHARACTERS = 120  # of a kernel's name
 
 
 class Failed(RuntimeError):
-    """Says that a profile which was started came to nothing."""
+    """Says that a profile was started and gave no kernel."""
 
 
 def executable() -> str:
-    """Returns the path of `ncu`; Unsupported where there is none."""
+    """Returns the path of `ncu`. Raises Unsupported if there is none."""
     found = shutil.which("ncu", path=os.pathsep.join([os.environ.get("PATH", ""), TOOLKIT]))
     if found is None:
         raise Unsupported(
@@ -78,9 +78,7 @@ def executable() -> str:
 
 
 def version(ncu: str) -> str:
-    """Returns the version that `ncu --version` prints, "2025.3.1.0"; "" where it says nothing like
-    it.
-    """
+    """Returns the version that `ncu --version` prints, such as "2025.3.1.0", or ""."""
     said = subprocess.run([ncu, "--version"], capture_output=True, text=True, check=False).stdout
     found = re.search(r"Version (\S+)", said)
     return found[1] if found else ""
@@ -89,16 +87,15 @@ def version(ncu: str) -> str:
 def profile(ncu: str, sections: str, report: Path, command: Sequence[str]) -> list[dict]:
     """Runs `command` under `ncu` and returns a row of table "profiles" for each kernel that it saw.
 
-    Kernels are profiled from `cudaProfilerStart` to `cudaProfilerStop`. Each is run several times,
-    with caches emptied before each. Clocks are left as they are, so that durations are those of the
-    benchmarks: Nsight Compute would otherwise lock them to the base clock, which is lower, and
-    changes a setting of a GPU that others may be using.
+    Kernels are profiled from `cudaProfilerStart` to `cudaProfilerStop`. Each runs several times
+    with emptied caches. Clocks stay as they are, as in benchmarks. Nsight Compute would otherwise
+    lock them to the lower base clock, a setting of a GPU that others may be using.
 
     Args:
         ncu: path of the program.
         sections: a key of `SECTIONS`.
         report: file to write, replaced if it is there.
-        command: what to run; it may fail, and says so in a way of its own.
+        command: the program to run; it may fail, and reports that in its own way.
 
     Raises:
         Unsupported: counters may not be read here.
@@ -131,10 +128,7 @@ def profile(ncu: str, sections: str, report: Path, command: Sequence[str]) -> li
 
 
 def _run(command: Sequence[str]) -> str:
-    """Returns the output of a program.
-
-    Numbers in it have points for decimals and commas for thousands.
-    """
+    """Returns a program's output, with points for decimals and commas for thousands."""
     environment = os.environ | {"LC_ALL": "C"}
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
@@ -144,13 +138,13 @@ def _run(command: Sequence[str]) -> str:
 
 
 def parsed(text: str) -> list[dict]:
-    """Returns rows of table "profiles" without their key, from what `ncu --csv --page raw` prints.
+    """Returns rows of table "profiles" without their key, from `ncu --csv --page raw`.
 
-    The first line of the table has names, the second units, and each that follows a kernel. What
-    stands around it is passed by. A metric that is missing or not a number is null.
+    The table's first line has names, the second units, and each further line a kernel. Other lines
+    are ignored. A metric that is missing or not a number is None.
 
-    Raises ValueError for a table without kernels' names, a line that is not as long as the first,
-    and a time or a size in a unit that nobody knows.
+    Raises ValueError for a table without kernels' names, a line of another length than the first,
+    and an unknown unit of a time or size.
     """
     lines = text.splitlines()
     starts = [n for n, line in enumerate(lines) if line.startswith('"ID"')]
@@ -207,10 +201,7 @@ def _number(text: str | None) -> float | None:
 def _scaled(
     name: str, values: dict[str, str], units: dict[str, str], known: dict[str, float]
 ) -> float | None:
-    """Returns the value in the unit that has 1 in `known`.
-
-    Values of a thread or block are in "Kbyte/block".
-    """
+    """Returns the value in the unit that is 1 in `known`. "Kbyte/block" counts as "Kbyte"."""
     value, unit = _number(values.get(name)), units.get(name, "").partition("/")[0]
     if value is None:
         return None

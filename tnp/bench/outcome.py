@@ -1,4 +1,4 @@
-"""Makes the rows of a measurement, also of one that failed: with a status and a reason."""
+"""Makes the rows of a measurement, also of a failed one: with a status and a reason."""
 
 from collections.abc import Iterable
 
@@ -19,7 +19,7 @@ from tnp.store.schemas import (
 
 Rows = dict[str, list[dict[str, object]]]  # by table
 
-SEPARATOR = "--"  # of an implementation, and what tells a contender from others of it
+SEPARATOR = "--"  # between an implementation and the part that tells its contenders apart
 _TWIN = f"{SEPARATOR}twin"
 _KEYS = {
     "step": [name for name, _ in STEP_KEY + VARIANT],
@@ -27,16 +27,16 @@ _KEYS = {
     "op": [*(name for name, _ in OP_KEY + OP_SIZES + CONTRACT), "twin"],
 }
 
-# Ways to predict; each has a row of its own: see `tnp.bench.predictions`.
+# Ways to predict, each with its own row: see `tnp.bench.predictions`.
 FORMS = ("anew", "encode", "kept", "replayed", "bare")
-# The study of joint samples and its ways: see `tnp.bench.joint`.
+# The study of joint samples, and its forms: see `tnp.bench.joint`.
 JOINT, JOINT_FORMS = "joint", ("drawn", "drawn_anew", "trained", "trained_plain")
 
 
 def key(kind: str, parameters: dict) -> dict[str, object]:
     """Returns the columns of a "step", "stage" or "op" row that are known before measuring.
 
-    Columns that do not apply to it are null.
+    Columns that do not apply are None.
     """
     row = {name: parameters.get(name) for name in _KEYS[kind]}
     if kind == "stage":
@@ -47,19 +47,19 @@ def key(kind: str, parameters: dict) -> dict[str, object]:
 def op_job(
     problem: Problem, contenders: Iterable[str], config_id: str, draw: dict, **others: object
 ) -> dict:
-    """Returns an operator's benchmark, as `tnp.bench.isolate.run_isolated` takes it.
+    """Returns an operator's benchmark, the parameters of `tnp.bench.isolate.run_isolated`.
 
     Args:
-        problem: what is computed.
+        problem: the problem to compute.
         contenders: implementations, "auto" too; twins and trials are called
             "implementation--anything".
-        config_id: of the job; that of a row is this one and the contender.
+        config_id: of the job; a row's is this one and the contender.
         draw: how values are drawn.
-        others: `device` ("cuda" or "cpu") and `device_slug`, the name that rows have; `replicate`;
-            `timing`, the fields of a policy; columns of its rows, such as `shape`. And `passes`,
-            where not all of them are asked for; `forced`, of trials: kernels and configurations by
-            operation, as `tnp.bench.contenders.trials` gives them. Of an implementation nothing,
-            {}, is forced where the process that measures is to list all its trials.
+        others: `device` ("cuda" or "cpu") and `device_slug`, the name in rows; `replicate`;
+            `timing`, the fields of a policy; columns of its rows, such as `shape`; `passes`, if not
+            all passes are timed; and `forced`: {contender: kernels and configurations by
+            operation}, as `tnp.bench.contenders.trials` gives them. {} for an implementation asks
+            the measuring process to list all its trials.
     """
     return {
         "config_id": config_id,
@@ -81,7 +81,7 @@ def passes(parameters: dict) -> tuple[str, ...]:
 
 
 def only(parameters: dict, contenders: Iterable[str]) -> dict:
-    """Returns an operator's job with these of its contenders."""
+    """Returns an operator's job with some of its contenders."""
     chosen = {name: parameters["implementations"][name] for name in contenders}
     return parameters | {"implementations": chosen}
 
@@ -112,7 +112,7 @@ def of_profile(parameters: dict, pass_: str) -> dict[str, object]:
 
 
 def of_step_form(parameters: dict, form: dict) -> dict[str, object]:
-    """Returns the columns of a row of `host_steps` that are known before it is measured."""
+    """Returns the columns of a row of `host_steps` that are known before measuring."""
     about = parameters | form | {"checkpoint": False, "optimizer": True}
     known = {name: about[name] for name, _ in HOST_STEP_KEY}
     evidence_of = evidence.of_step(about)
@@ -120,7 +120,7 @@ def of_step_form(parameters: dict, form: dict) -> dict[str, object]:
 
 
 def twins(implementation: str, n: int) -> list[str]:
-    """Returns names of `n` further contenders of one implementation, which differ by noise."""
+    """Returns names of `n` more contenders of one implementation, which differ by noise alone."""
     return [f"{implementation}{_TWIN}{i}" for i in range(1, n + 1)]
 
 
@@ -132,8 +132,8 @@ def implementation_of(contender: str) -> str:
 def failure_rows(kind: str, parameters: dict, status: str, reason: str) -> Rows:
     """Returns rows that say why nothing was measured.
 
-    A step has one row, an operator one for each implementation and pass, predictions and steps of
-    the host's study one for each form, and the host's calls one for each implementation.
+    A step has one row, an operator one for each implementation and pass. Predictions and the host's
+    steps have one for each form, the host's calls one for each implementation.
     """
     outcome = {"status": status, "reason": one_line(reason)}
     if kind == "step":

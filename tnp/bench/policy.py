@@ -1,7 +1,7 @@
 """Says how long to warm up and how often to sample: `timing` in config.yaml. Imports no torch.
 
-Operators are timed in one of two ways, which column `timing` names. Throughput is a launch's mean
-time among many; short launches form a CUDA graph. Latency is the time of a single launch, and of
+Operators are timed in two ways, which column `timing` names. Throughput is the mean time of a
+launch among many; short launches form a CUDA graph. Latency is the time of a single launch, with
 the slowest of a thousand.
 """
 
@@ -15,14 +15,12 @@ THROUGHPUT, LATENCY = "throughput", "latency"
 class Policy:
     """Warms up for at least `warmup_s` seconds and until times are stable, then samples.
 
-    Takes at least `min_samples` samples.
+    It takes at least `min_samples` samples. More follow while some mean is known less well than
+    `half_width`, a share of it, and sampling has lasted less than `max_sampling_s` seconds. A call
+    longer than `long_step_s` seconds is warmed up by one run. Then come as many samples as fit into
+    `max_sampling_s`, but at least `long_samples` and at most `min_samples`.
 
-    More follow while the mean of some contender is known less well than `half_width` (a share of
-    it) and sampling has lasted less than `max_sampling_s` seconds. A call longer than `long_step_s`
-    seconds is warmed by one run, and what fits into `max_sampling_s` follows, but at least
-    `long_samples` and at most `min_samples`.
-
-    Raises ValueError where a number of samples is below 1.
+    Raises ValueError if a number of samples is below 1.
     """
 
     warmup_s: float = 2.0
@@ -38,12 +36,12 @@ class Policy:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
 
     def long_rounds(self, round_s: float) -> int:
-        """Returns how many rounds of calls to time that are longer than `long_step_s`."""
+        """Returns the number of rounds for calls longer than `long_step_s`."""
         return max(self.long_samples, min(int(self.max_sampling_s / round_s), self.min_samples))
 
     @classmethod
     def from_parameters(cls, timing: Mapping) -> "Policy":
-        """Returns the policy in config.yaml's `timing`, whose other keys are not about sampling."""
+        """Returns the policy in config.yaml's `timing`, ignoring its other keys."""
         return cls(**{field.name: timing[field.name] for field in fields(cls)})
 
 
@@ -51,7 +49,7 @@ class Policy:
 class Latency:
     """Warms up with `warmup_calls` calls, then samples `launches` single calls.
 
-    Before each, the L2 cache is overwritten `flushed_caches` times: `timing.latency`.
+    Each call follows `flushed_caches` overwritings of the L2 cache. See `timing.latency`.
     """
 
     warmup_calls: int
@@ -60,7 +58,7 @@ class Latency:
 
 
 def question(timing: Mapping) -> str:
-    """Returns how a job is timed, by `timing`: only for latency does it have latency's numbers."""
+    """Returns how a job is timed: only the timing of latency has latency's numbers."""
     return LATENCY if LATENCY in timing else THROUGHPUT
 
 

@@ -4,12 +4,12 @@ Forms, which take turns in one process:
 
     anew       `predict` from the context, which encodes it
     encode     `encode` alone
-    kept       `predict` from what `encode` has kept
-    replayed   the same of `encode(…, cuda_graph=True)`
-    bare       the targets' own work: the graph that `replayed` replays, and nothing around it
+    kept       `predict` from the result of `encode`
+    replayed   `predict` from the result of `encode(…, cuda_graph=True)`
+    bare       the graph that `replayed` replays, and nothing around it
 
-A call is `IN_A_ROW` of a form, as a user makes many predictions over one context. It begins with an
-idle device, so that the host is ahead by nothing that the form before has left to do.
+A call makes `IN_A_ROW` runs of a form, as a user makes many predictions over one context. It begins
+on an idle device, so that earlier forms leave no work in the queue.
 """
 
 import time
@@ -33,25 +33,25 @@ from tnp.model.variants import Variant
 from tnp.tasks.task import Task
 
 IN_A_ROW = 20
-# Of float32: what predictions from a kept encoding may be off by, of the largest parameter.
+# Allowed error in float32 of predictions from an encoding, as a share of the largest parameter.
 MOST_ERROR = 1e-6
-N_TO_REPLAY = 2  # predictions of a size until one is replayed: launched, captured
-MAX_BYTES = 1 << 40  # of targets: they are predicted all at once
+N_TO_REPLAY = 2  # predictions of a size before one is replayed: one launched, one captured
+MAX_BYTES = 1 << 40  # of memory: all targets are predicted at once
 
 Run = Callable[[], object]
 
 
 def measure_predictions(parameters: dict, started: float) -> dict[str, list[dict[str, object]]]:
-    """Tables "predictions", "samples" and "code" of one configuration, a row for each form.
+    """Returns tables "predictions", "samples" and "code" of one configuration, a row a form.
 
     Args:
         parameters: the key of its rows, `variant_spec`, `model`, `timing`, `device`, and
-            `definitions`, the hashes of what runs, by name.
+            `definitions`, the hashes of the code by name.
         started: `time.perf_counter()` when the process began; `setup_s` counts from there.
 
     Raises:
         Unsupported: this device cannot run the variant.
-        RuntimeError: predictions from a kept encoding are others than those from the context.
+        RuntimeError: predictions from an encoding differ from those from the context.
     """
     device = torch.device(parameters["device"])
     variant = Variant.from_spec(parameters["variant"], parameters["variant_spec"])
@@ -102,9 +102,7 @@ def _model_and_task(
 
 
 def _launched(model: TransformerNP, task: Task) -> dict[str, Run]:
-    """Returns a function for each form launched from Python: it makes one prediction, or
-    encodes.
-    """
+    """Returns a function for each form launched from Python: it predicts once, or encodes."""
     kept = model.encode(task.context)
     return {
         "anew": lambda: model.predict(task.context, task.x_target, MAX_BYTES),
@@ -116,7 +114,7 @@ def _launched(model: TransformerNP, task: Task) -> dict[str, Run]:
 def _replayed(
     model: TransformerNP, task: Task, device: torch.device
 ) -> dict[str, tuple[Run, float]]:
-    """Returns the same for each form that replays a graph, and the seconds that came before."""
+    """Returns a function for each form that replays a graph, and the seconds that came before."""
     encoding = model.encode(task.context, cuda_graph=True)
 
     def predict() -> object:
@@ -128,7 +126,7 @@ def _replayed(
 
 
 def in_a_row(run: Run, device: torch.device) -> Callable[[], None]:
-    """Makes `IN_A_ROW` runs, which find an idle device."""
+    """Returns a function that makes `IN_A_ROW` runs on an idle device."""
 
     def call() -> None:
         synchronize(device)
@@ -140,10 +138,11 @@ def in_a_row(run: Run, device: torch.device) -> Callable[[], None]:
 
 @torch.no_grad()
 def _errors(parameters: dict, variant: Variant, device: torch.device) -> dict[str, float]:
-    """Returns how far the mixture parameters of forms with an encoding are from those made anew.
+    """Returns how far mixture parameters from an encoding differ from freshly encoded ones.
 
-    In float32 with the same weights, the largest difference over the largest parameter. Empty where
-    the variant's kernels do not take float32. RuntimeError where it is more than `MOST_ERROR`.
+    It computes in float32 with equal weights: the largest difference over the largest parameter.
+    The result is {} if the variant's kernels do not take float32. Raises RuntimeError past
+    `MOST_ERROR`.
     """
     try:
         require_supported(parameters | {"dtype": "float32"}, variant, device)

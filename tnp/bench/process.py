@@ -1,7 +1,7 @@
-"""Runs a measurement in its own process, and takes turns on a device.
+"""Runs a measurement in its own process, and lets jobs take turns on a device.
 
-A kernel that crashes the process, or never ends, is then that measurement's result and nobody
-else's. Gates, benchmarks and tuning trials all start their processes here.
+A kernel that crashes its process, or never ends, then affects one measurement only. Gates,
+benchmarks and tuning trials all start their processes here.
 """
 
 import ctypes
@@ -23,12 +23,12 @@ from tnp.experiment.failures import one_line
 
 ROOT = Path(__file__).parents[2]
 SHOWN_LINES = 30
-LISTENING_S = 1.0  # between two looks at what a child has noted
+LISTENING_S = 1.0  # between two readings of a child's notes
 _PR_SET_PDEATHSIG = 1
 
 
 class DeviceMissing(RuntimeError):
-    """Says that the device that rows would be recorded under is not here."""
+    """Says that the device under which rows would be recorded is not here."""
 
 
 def run_child(
@@ -40,22 +40,21 @@ def run_child(
 ) -> dict:
     """Runs `python -m COMMAND… PARENT REPORT` and returns its report, however it ended.
 
-    The child reads `parameters`, as JSON, from its standard input, and writes to the file
-    descriptor REPORT (`tnp.bench.child.reporting`). All its files are anonymous, so that nothing is
-    left behind by a kill. It has a process group of its own, with all that it starts, and the whole
-    group ends when the child does: by itself, by a crash, by the time limit, by an interrupt of
-    this process, or because this process ended. The last lines it printed are printed here.
+    The child reads `parameters` as JSON from standard input, and writes to the file descriptor
+    REPORT (`tnp.bench.child.reporting`). All files are anonymous: a kill leaves none behind. The
+    child leads a process group with all that it starts. The group ends with the child, and with
+    this process, for any reason. The last lines that the child printed are printed here.
 
     Args:
-        command: the module, and arguments of its own.
-        timeout_s: seconds without a note until it is killed. A slow machine may take its time, a
-            process that hangs may not.
-        environment: variables beside those of this process.
-        heard: called about once a second with what the child has noted so far.
+        command: the module and its arguments.
+        timeout_s: seconds without a note until the child is killed. A slow machine may take longer
+            in all, a process that hangs may not.
+        environment: variables besides those of this process.
+        heard: called about once a second with the child's notes so far.
 
     Returns:
-        What the child noted. "failure", a status and a one-line reason, says why it ended where it
-        did not end by itself, or what it noted as such.
+        The child's notes. "failure", a status and a one-line reason, is the child's own note, or
+        says why the child ended.
 
     Raises:
         DeviceMissing: the child did not find the device of its parameters.
@@ -106,14 +105,14 @@ def run_child(
 
 
 class _Notes:
-    """Reads a child's notes from its report. Reader and writer keep places of their own."""
+    """Reads a child's notes from its report. Reader and writer keep separate positions."""
 
     def __init__(self, report: BinaryIO) -> None:
         self.known: dict = {}
         self._report, self._at = report.fileno(), 0
 
     def read(self) -> bool:
-        """Takes the new whole lines, and returns whether there was one."""
+        """Reads the new whole lines. Returns whether there was one."""
         new = b""
         while more := os.pread(self._report, 1 << 20, self._at + len(new)):
             new += more
@@ -127,7 +126,7 @@ class _Notes:
 def _watched(
     child: subprocess.Popen, notes: _Notes, timeout_s: float, heard: Callable[[dict], None]
 ) -> int | None:
-    """Returns the child's exit code; None where it noted nothing for `timeout_s` seconds."""
+    """Returns the child's exit code, or None if it noted nothing for `timeout_s` seconds."""
     last = time.monotonic()
     while True:
         with suppress(subprocess.TimeoutExpired):
@@ -151,33 +150,33 @@ def _lines(file: BinaryIO) -> list[str]:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when process `parent`, which started it, ends.
+    """Lets the kernel kill this process when `parent`, which started it, ends.
 
-    Where this process leads a group, what it started ends with it, however it ends. To be called
-    before there are threads.
+    If this process leads a group, the group ends with it, for any reason. Call this before there
+    are threads.
     """
     _watch_group()
     _signal_at_end_of(parent, signal.SIGKILL)
 
 
 def _signal_at_end_of(parent: int, number: int) -> None:
-    """Have the kernel send this process a signal when its parent ends, or at once if it has."""
+    """Lets the kernel signal this process when its parent ends, or at once if it has ended."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
 
 
 def _watch_group() -> None:
-    """Start a process that kills this one's group when this one has ended.
+    """Starts a process that kills this process's group when this process has ended.
 
-    `run_child` does so itself, but where it was killed, nobody else is left to.
+    `run_child` kills the group too, but it may be killed itself.
     """
     leader = os.getpid()
     if os.getpgrp() != leader or os.fork():
         return
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # Blocked and waited for: a handler could run just before the wait, which then never ends.
+        # The signal is blocked: a handler could run just before the wait, which then never ends.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         _signal_at_end_of(leader, signal.SIGTERM)
         signal.sigwait({signal.SIGTERM})
@@ -194,13 +193,13 @@ def say_on_stderr(text: str) -> None:
 def device_lock(
     device: str, shared: bool = False, say: Callable[[str], None] = say_on_stderr
 ) -> Iterator[None]:
-    """One timing job on a device at a time on this machine, whoever started it; waits its turn.
+    """Waits until no other timing job of this machine uses the device, then holds it.
 
-    `device` is "cpu" or the slug of the first visible GPU, whose UUID names the lock: jobs on
-    several GPUs of one model run side by side.
+    `device` is "cpu" or the slug of the first visible GPU. The GPU's UUID names the lock, so that
+    jobs on several GPUs of one model run side by side.
 
-    What times nothing may share the device with others of its kind (`shared`). The lock goes with
-    the process that holds it, however that ends. Waiting is said through `say` before it begins.
+    Jobs that time nothing may share the device (`shared`). The lock ends with the process that
+    holds it. `say` is called before waiting.
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     lock = (None if device == "cpu" else gpu_uuid()) or device
@@ -211,7 +210,7 @@ def device_lock(
         except BlockingIOError:
             say(f"waiting for another job on {device} ({_holder(descriptor)}, lock {path})")
             fcntl.flock(descriptor, kind)
-        # For whoever waits next. Of several that share the device, the last is named.
+        # The next waiter reads this. If several share the device, the last is named.
         with suppress(OSError):  # another user's file
             os.truncate(descriptor, 0)
             os.pwrite(descriptor, str(os.getpid()).encode(), 0)
@@ -220,7 +219,7 @@ def device_lock(
 
 @contextmanager
 def _lock_file(path: Path) -> Iterator[int]:
-    """Descriptor of `path`, which is created where it is not there."""
+    """Yields a descriptor of `path`, which is created if it does not exist."""
     try:
         descriptor = os.open(path, os.O_RDWR | (0 if path.exists() else os.O_CREAT), 0o644)
     except PermissionError:  # another user's: flock needs no more than to read it
@@ -232,7 +231,7 @@ def _lock_file(path: Path) -> Iterator[int]:
 
 
 def _holder(descriptor: int) -> str:
-    """Who holds a lock file, in words, where what it says can be so."""
+    """Describes the process that holds a lock file, if its number is a live process."""
     pid = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
     alive = pid.isdigit() and Path("/proc", pid).exists()
     return f"process {pid}" if alive else "an unknown process"

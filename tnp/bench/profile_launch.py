@@ -1,9 +1,8 @@
-"""The process that is profiled: `python -m tnp.bench.profile_launch ASKED FAILURE`, under `ncu`.
+"""Runs the profiled process: `python -m tnp.bench.profile_launch ASKED FAILURE`, under `ncu`.
 
-ASKED is a file with a job's parameters as JSON, among them `implementation` and `pass`. Inputs are
-drawn and the pass runs once before the profiler is switched on, so that kernels are compiled and
-libraries have chosen, and then once for it. FAILURE, a file, gets status and reason as JSON where
-that could not be done.
+The file ASKED has a job's parameters as JSON, with `implementation` and `pass`. The pass runs once
+before the profiler is on, so that kernels are compiled, and then once for the profiler. If that
+fails, the file FAILURE gets status and reason as JSON.
 """
 
 import json
@@ -19,10 +18,10 @@ from tnp.experiment.failures import classify
 
 
 def main(asked: str, failure: str) -> None:
-    """Exit code 1 where the pass did not run."""
+    """Exits with code 1 if the pass did not run."""
     try:
         launch(json.loads(Path(asked).read_text()))
-    except Exception as error:  # whatever it was, it is this pass's result
+    except Exception as error:  # any failure is this pass's result
         status, reason = classify(error)
         if status != "unsupported":
             traceback.print_exc()
@@ -31,9 +30,9 @@ def main(asked: str, failure: str) -> None:
 
 
 def launch(parameters: dict) -> None:
-    """Launches a pass once between the profiler's start and stop, after one that compiles.
+    """Launches a pass once to compile, and once between the profiler's start and stop.
 
-    Of inputs there is one set: the profiler empties the caches before each kernel.
+    It has one set of inputs: the profiler empties the caches before each kernel.
     """
     name = parameters["implementation"]
     device = torch.device(parameters["device"])

@@ -1,8 +1,8 @@
-"""Profiles of one implementation of an operator: what Nsight Compute counts of each kernel.
+"""Profiles one implementation of an operator: Nsight Compute counts what each kernel does.
 
-Every pass is one launch in a process of its own (`tnp.bench.profile_launch`), under Nsight Compute.
-The times are no benchmark: kernels are launched one by one, between caches that were emptied, and
-are compared with nothing. They say what a kernel is limited by.
+Each pass is launched once in a process of its own (`tnp.bench.profile_launch`), under Nsight
+Compute. Its times are no benchmark: kernels run one by one with empty caches. Profiles say what
+limits a kernel.
 """
 
 import json
@@ -23,8 +23,8 @@ class NotLaunched(RuntimeError):
 def measure_profiles(parameters: dict) -> list[dict[str, object]]:
     """Returns rows of table "profiles" without provenance: one a kernel of each pass.
 
-    A pass without a profile has one row that says why: "unsupported" where Nsight Compute is not
-    installed, the driver keeps its counters or the implementation does not run here.
+    A pass without a profile has one row that says why. Its status is "unsupported" if Nsight
+    Compute is missing, the driver withholds its counters, or the implementation does not run here.
 
     Args:
         parameters: what `tnp.bench.outcome.op_job` gives, with `implementation`, `sections` and
@@ -38,7 +38,7 @@ def _of_pass(parameters: dict, pass_: str) -> list[dict[str, object]]:
     try:
         program = ncu.executable()
         kernels = _profiled(program, parameters, pass_)
-    except Exception as error:  # whatever it was, it is this pass's result
+    except Exception as error:  # any failure is this pass's result
         status, reason = error.args if isinstance(error, NotLaunched) else classify(error)
         if status != "unsupported":
             traceback.print_exc()

@@ -21,7 +21,7 @@ from tnp.util.extras import require
 pynvml = require("pynvml", "measurements", "workflow")
 
 ROOT = Path(__file__).parents[2]
-# Files that a measurement depends on. Edits of others do not make its commit dirty.
+# A measurement depends on these files. Edits of other files do not make its commit dirty.
 SOURCES = ("tnp", "workflow", "Snakefile", "config.yaml", "requirements.txt")
 
 SAMPLING_INTERVAL_S = 0.05
@@ -80,7 +80,7 @@ def free_gb() -> float | None:
 
 @dataclass(frozen=True)
 class Reading:
-    """Holds NVML's readings at a time of `time.perf_counter`; None where NVML has none."""
+    """Holds NVML's readings at a time of `time.perf_counter`. A reading may be None."""
 
     at_s: float
     sm_clock_mhz: int | None
@@ -91,9 +91,9 @@ class Reading:
 
 
 class Conditions:
-    """Samples clock, power, temperature, energy and throttle reasons of the GPU while it is open.
+    """Samples clock, power, temperature, energy and throttle reasons of the GPU while open.
 
-    `row()` gives the columns of table `steps` and `ops`; all None on the CPU and without NVML.
+    `row()` gives columns of tables `steps` and `ops`. They are None on the CPU and without NVML.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -146,9 +146,9 @@ class Conditions:
         return None if clock is None else float(clock)
 
     def power_w(self, from_s: float, to_s: float) -> float | None:
-        """Returns the mean power between two such times, from the energy counter.
+        """Returns the mean power between two times, from the energy counter.
 
-        None below `SHORTEST_ENERGY_S` seconds, because the counter moves in steps of some 0.1 s.
+        Returns None below `SHORTEST_ENERGY_S` seconds: the counter moves in steps of about 0.1 s.
         """
         inside = [
             reading
@@ -175,7 +175,7 @@ def _reading(gpu) -> Reading:
 def _read(query, *arguments):
     try:
         return query(*arguments)
-    except pynvml.NVMLError:  # there is none, or this GPU, or this user, cannot be asked for it
+    except pynvml.NVMLError:  # this GPU has no such reading, or this user may not ask
         return None
 
 
@@ -211,7 +211,7 @@ def environment(device_type: str) -> dict[str, object]:
 def _gpu(torch) -> dict[str, object]:
     properties = torch.cuda.get_device_properties(0)
     with _first_visible_gpu() as gpu:
-        driver = _read(pynvml.nvmlSystemGetDriverVersion)  # None where NVML is not there
+        driver = _read(pynvml.nvmlSystemGetDriverVersion)  # None without NVML
         limit_mw = _read(pynvml.nvmlDeviceGetPowerManagementLimit, gpu) if gpu is not None else None
         uuid = _read(pynvml.nvmlDeviceGetUUID, gpu) if gpu is not None else None
     cudnn = torch.backends.cudnn.version()
@@ -242,9 +242,9 @@ def _processor() -> str:
 
 
 def cpu_limit(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Returns how many CPUs' time the control group at `root` allows; None where it sets no limit.
+    """Returns how many CPUs the control group at `root` allows, or None without a limit.
 
-    Reads `cpu.max` of version 2, or version 1's quota and period in folder `cpu`.
+    Reads `cpu.max` of version 2, or quota and period of version 1 in folder `cpu`.
     """
     files = [root / "cpu.max"]
     if not files[0].exists():

@@ -5,7 +5,7 @@ from tnp.bench.timing import Measurement
 
 
 def measured_columns(measurement: Measurement, conditions: Conditions) -> dict[str, object]:
-    """Returns columns that a row of steps, operators and trials has of how it was timed."""
+    """Returns the columns of a timed row that say how it was timed."""
     return {
         "n_samples": len(measurement.samples_ms),
         "n_warmup": measurement.n_warmup,

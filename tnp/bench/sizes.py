@@ -1,10 +1,10 @@
-"""Problems of operators in a step of the neural process, and what their rows say of it."""
+"""Gives the problems of operators in a step of the neural process, and their columns in rows."""
 
 from typing import Any
 
 from tnp.dispatch.spec import Operator, Problem
 
-# Sizes of the model that stand in rows of an operator; attention's follow from its heads.
+# Sizes of the model in an operator's rows; attention's follow from its heads.
 COLUMNS = {
     "attention": (),
     "add_rms_norm": ("d_model",),
@@ -12,12 +12,11 @@ COLUMNS = {
     "mixture_heads": ("d_model", "d_ff", "d_ff_storage", "n_components"),
     "mixture_nll": ("n_components",),
 }
-OF_TARGETS = ("mixture_heads", "mixture_nll")  # these see no context row
+OF_TARGETS = ("mixture_heads", "mixture_nll")  # have no context rows
 
 
 def in_step(operator: Operator, model: dict, run: dict) -> tuple[Problem, dict[str, Any]] | None:
-    """Returns an operator's problem in a step, and how its values are drawn; None where it has
-    none.
+    """Returns an operator's problem in a step and how its values are drawn, or None without one.
 
     Args:
         operator: the operator.
@@ -32,10 +31,10 @@ def in_step(operator: Operator, model: dict, run: dict) -> tuple[Problem, dict[s
 
 
 def columns(op: str, shape: dict, model: dict) -> dict[str, int]:
-    """Returns the sizes in an operator's row of a step.
+    """Returns the sizes in an operator's row of a step; {} for operators not in `COLUMNS`.
 
-    Rows had them before problems stood in rows: so old and new rows have the same comparison key.
-    Other operators have none.
+    Older rows had these columns before rows had problems. With them, old and new rows have the same
+    comparison key.
 
     Args:
         op: its name.
@@ -46,7 +45,7 @@ def columns(op: str, shape: dict, model: dict) -> dict[str, int]:
         return {}
     n_context = 0 if op in OF_TARGETS else shape["n_context"]
     rows = {"batch": shape["batch"], "n_q": n_context + shape["n_target"]}
-    if op == "attention":  # every row asks, context rows answer
+    if op == "attention":  # every row has a query, context rows have keys
         n_heads = model["n_heads"]
         head_dim = model["d_model"] // n_heads
         return rows | {"n_k": n_context, "n_heads": n_heads, "head_dim": head_dim}

@@ -1,13 +1,13 @@
-"""Marks in a profile of a training step: the moments at which another of its stages begins.
+"""Marks in a profile where each stage of a training step begins.
 
-A mark is a range of the profiler's without an inside. All of a step is launched by one thread, so
-that a kernel is of the stage whose mark came last before its launch. Marks are set
+A mark is an empty range of the profiler. One thread launches the whole step, so a kernel belongs to
+the last mark before its launch. Marks are set
 
-- where modules run forward, also where a checkpoint runs them again in the backward pass;
-- before each of autograd's nodes, which is of the stage in which the forward pass made it: nodes
-  are numbered in the order in which they are made;
-- in what Inductor generates, before each of its kernels, by what the compiler knows of the nodes
-  that a kernel computes. Hooks of modules are no part of that code, and would have to be compiled.
+- where modules run forward, also where a checkpoint repeats them in the backward pass;
+- before each of autograd's nodes, which are numbered in the order in which they are made: a node
+  belongs to the stage whose forward pass made it;
+- in Inductor's generated code, before each of its kernels, by the nodes that a kernel computes:
+  hooks of modules would have to be compiled there.
 """
 
 from bisect import bisect
@@ -32,20 +32,18 @@ def text(stage: str, pass_: str) -> str:
 
 
 def parsed(name: str) -> tuple[str, str] | None:
-    """Returns stage and pass of a mark of this name, or None for any other range."""
+    """Returns stage and pass of a mark's name, or None for any other range."""
     first, *rest = name.split(":")
     return tuple(rest) if first == MARK and len(rest) == 2 else None
 
 
 @contextmanager
 def marking(step: TrainingStep) -> Iterator[None]:
-    """Steps in here, run by `step._run`, set marks; a compiled one is compiled anew for them."""
+    """Makes steps inside the block, run by `step._run`, set marks. A compiled one is recompiled."""
     marks = _Marks(step.model)
+    compiled = step.model.variant.compile
     with ExitStack() as stack:
-        if step.model.variant.compile:
-            stack.enter_context(_marks_in_generated_code())
-        else:
-            stack.enter_context(marks.around_modules())
+        stack.enter_context(_marks_in_generated_code() if compiled else marks.around_modules())
         handle = step.optimizer.register_step_pre_hook(lambda *_: _mark("optimizer", "optimizer"))
         stack.callback(handle.remove)
         stack.callback(setattr, step, "nll", step.nll)
@@ -59,13 +57,13 @@ def _mark(stage: str, pass_: str) -> None:
 
 
 class _Marks:
-    """Follows the step on this thread: its stage, and the numbers of autograd's nodes there."""
+    """Follows the step on this thread: its stage, and the numbers of autograd's nodes."""
 
     def __init__(self, model: TransformerNP) -> None:
         self._modules = [(s, m) for m in model.modules() if (s := STAGE_OF.get(type(m).__name__))]
         self._parameters = {id(p): stage for stage, m in self._modules for p in m.parameters()}
         self._now, self._pass = OTHER, "forward"
-        self._first: list[tuple[int, str]] = []  # number of the first node, and the stage it is of
+        self._first: list[tuple[int, str]] = []  # number of a stage's first node, and the stage
 
     def _enter(self, stage: str) -> None:
         self._now = stage
@@ -74,7 +72,7 @@ class _Marks:
         _mark(stage, self._pass)
 
     def around(self, nll: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Calls `nll`, after which the backward pass begins."""
+        """Wraps `nll`, after which the backward pass begins."""
 
         def run(*task: torch.Tensor | None) -> torch.Tensor:
             self._pass, self._first = "forward", []
@@ -90,7 +88,7 @@ class _Marks:
 
     @contextmanager
     def around_modules(self) -> Iterator[None]:
-        """Modules of a stage mark both ends of their calls, also of one that does not finish."""
+        """Makes modules of a stage mark both ends of their calls, also if a call raises."""
         left: list[str] = []
         with ExitStack() as stack:
             for stage, module in self._modules:
@@ -101,7 +99,7 @@ class _Marks:
 
                 def end(_: nn.Module, __: object, ___: object, stage: str = stage) -> None:
                     before = left.pop()
-                    # What follows the heads in the forward pass is the loss.
+                    # The loss follows the heads in the forward pass.
                     self._enter("loss" if stage == "heads" else before)
 
                 stack.callback(module.register_forward_pre_hook(begin).remove)
@@ -110,7 +108,7 @@ class _Marks:
 
     def _stage_of(self, node: torch.autograd.graph.Node) -> str:
         parameter = getattr(node, "variable", None)
-        if parameter is not None:  # it adds to the gradient, and was not made in this step
+        if parameter is not None:  # the node adds to its gradient, and is older than this step
             return self._parameters.get(id(parameter), OTHER)
         at = bisect(self._first, node._sequence_nr(), key=lambda first: first[0]) - 1
         return self._first[at][1] if at >= 0 else OTHER
@@ -120,7 +118,7 @@ class _Marks:
 
 
 def _nodes(loss: torch.Tensor) -> Iterator[torch.autograd.graph.Node]:
-    """Yields all of the graph behind `loss`."""
+    """Yields all nodes of the graph behind `loss`."""
     met, left = set(), [loss.grad_fn]
     while left:
         node = left.pop()
@@ -132,11 +130,9 @@ def _nodes(loss: torch.Tensor) -> Iterator[torch.autograd.graph.Node]:
 
 @contextmanager
 def _marks_in_generated_code() -> Iterator[None]:
-    """Makes code that Inductor compiles inside the block mark the stage of each kernel.
+    """Makes code that Inductor compiles inside the block mark each kernel's stage.
 
-    Nothing is cached.
-
-    All that was compiled before or in here is compiled anew when it runs next.
+    Nothing is cached: code compiled before or inside the block is recompiled on its next run.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import config, ir, scheduler
@@ -148,7 +144,7 @@ def _marks_in_generated_code() -> Iterator[None]:
         mark = text(stage_of_nodes(origins), pass_)
         V.graph.wrapper_code.writeline(f"with torch.profiler.record_function({mark!r}): pass")
 
-    # Inductor comments each kernel that it calls, and the mark goes behind the comment.
+    # Inductor writes a comment for each kernel that it calls. The mark follows the comment.
     def of_kernel(comment: Callable) -> Callable:
         def codegen_comment(self: object, schedule: list, *rest: object) -> None:
             comment(self, schedule, *rest)
@@ -161,7 +157,7 @@ def _marks_in_generated_code() -> Iterator[None]:
     def of_call(comment: Callable) -> Callable:
         def codegen_comment(self: ir.ExternKernel, *rest: object) -> None:
             comment(self, *rest)
-            # Origins may hold what the operands were made of; the one node is there for products.
+            # `origins` may include the makers of the operands. Products have one `origin_node`.
             write({self.origin_node} if self.origin_node is not None else self.origins)
 
         return codegen_comment
@@ -183,10 +179,9 @@ def _marks_in_generated_code() -> Iterator[None]:
 
 
 def stage_of_nodes(nodes: Iterable[fx.Node]) -> str:
-    """Returns the stage that most of `nodes`, which one kernel computes, are of; "other" where none
-    is.
+    """Returns the stage of most of `nodes`, which one kernel computes, or "other".
 
-    Views compute nothing and do not count, nor do sums of gradients, which no module has made.
+    Views compute nothing and do not count. Sums of gradients do not count: no module made them.
     """
     found = Counter(filter(None, map(_stage_of_node, nodes))).most_common(2)
     if not found or len(found) == 2 and found[0][1] == found[1][1]:

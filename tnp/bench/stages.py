@@ -1,10 +1,9 @@
-"""Splits the device time of a training step: the profiler's times of its kernels, by stage and
-pass.
+"""Splits the device time of a training step by stage and pass, from the profiler's kernel times.
 
-A profile of undisturbed steps, replays of a CUDA graph among them, has each kernel's name and time,
-and nothing of who launched it. So the same step also runs once uncaptured, with marks
-(`tnp.bench.stage_marks`). It launches the same kernels in the same order, which says of each
-kernel of the undisturbed steps where it belongs; where the two sequences differ, nothing is said.
+A profile of undisturbed steps, or replays of a CUDA graph, has each kernel's name and time, but not
+who launched it. So the same step also runs once uncaptured, with marks (`tnp.bench.stage_marks`).
+It launches the same kernels in the same order, which gives the stage of each kernel. If the two
+sequences differ, nothing is recorded.
 """
 
 import json
@@ -24,10 +23,10 @@ from tnp.bench.statistics import summarize
 from tnp.tasks.task import Task
 from tnp.train.step import TrainingStep
 
-SOURCE = "profiler"  # of a row's times: earlier rows have those between events of an eager step
+SOURCE = "profiler"  # of a row's times; earlier rows have times between events of an eager step
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 COPIES = ("gpu_memcpy", "gpu_memset")
-AROUND = (OTHER, "forward")  # of what is no part of any stage
+AROUND = (OTHER, "forward")  # of work that belongs to no stage
 
 Event = dict  # of a profile in Chrome's trace format, times in microseconds
 Place = tuple[str, str]  # stage, pass
@@ -36,7 +35,7 @@ log = logging.getLogger("tnp.bench.stages")
 
 
 class Mismatch(RuntimeError):
-    """Says that two profiles are not of the same kernels in the same order."""
+    """Says that two profiles do not have the same kernels in the same order."""
 
 
 @dataclass(frozen=True)
@@ -48,31 +47,29 @@ class Kernel:
 
 
 def stage_rows(step: TrainingStep, task: Task, n_passes: int) -> list[dict[str, object]]:
-    """Returns one row for each stage and pass: milliseconds a step over `n_passes` steps, and
-    kernels.
+    """Returns a row for each stage and pass: its kernels, and ms a step over `n_passes` steps.
 
-    None, with a logged sentence, where the profiler cannot tell. The step must have run before; one
-    that is compiled is compiled anew, and would be again if it ran once more without a graph.
+    Returns [] and logs a sentence if the profiler cannot tell. The step must have run before. A
+    compiled step is recompiled, and once more if it later runs without a graph.
     """
     try:
         undisturbed = _profile(lambda: step(task), n_passes, [ProfilerActivity.CUDA])
         with marking(step):
             sized = step._sized((task,), (task.n_context, task.n_target))
-            step._run(*sized)  # compiles what is to be compiled
+            step._run(*sized)  # compiles
             both = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
             marked = _profile(lambda: step._run(*sized), 1, both)
         return rows(undisturbed, placed(marked), n_passes)
-    except Exception as problem:  # whatever it is, the step has been measured
+    except Exception as problem:  # the step itself has been measured
         log.warning("stages are not recorded: %s: %s", type(problem).__name__, problem)
         return []
 
 
 def rows(events: list[Event], kernels: list[Kernel], n_steps: int) -> list[dict[str, object]]:
-    """Returns rows of table "stages" without their key, from a profile of `n_steps` steps of
-    `kernels`.
+    """Returns rows of table "stages" without their key, from a profile of `n_steps` steps.
 
     Raises:
-        Mismatch: the steps have other kernels, or these in another order.
+        Mismatch: the steps have other kernels than `kernels`, or another order.
     """
     steps = by_place(events, kernels, n_steps)
     places = list(dict.fromkeys(place for step in steps for place in step))
@@ -87,8 +84,8 @@ def rows(events: list[Event], kernels: list[Kernel], n_steps: int) -> list[dict[
 def placed(events: list[Event]) -> list[Kernel]:
     """Returns the kernels of a marked profile, in the order in which they ran, without copies.
 
-    A kernel is of the place that was marked last before its launch, and of "other" where the
-    profile does not have its launch.
+    A kernel belongs to the last mark before its launch, or to "other" if the profile lacks its
+    launch.
     """
     marks = sorted(
         (event["ts"], place)
@@ -117,10 +114,10 @@ def placed(events: list[Event]) -> list[Kernel]:
 def by_place(
     events: list[Event], kernels: list[Kernel], n_steps: int
 ) -> list[dict[Place, list[float]]]:
-    """Returns for each step the microseconds of the kernels and copies of each stage and pass.
+    """Returns for each step the microseconds of kernels and copies of each stage and pass.
 
-    A copy or a memset is ahead of the kernel that it is made for, and of its place. What precedes a
-    step's first kernel, or follows the last of all, are the task and the loss.
+    A copy or memset precedes the kernel that needs it, and shares its place. Copies before a step's
+    first kernel, and after the last kernel, belong to the task and the loss.
     """
     found = _on_device(events)
     names = [event["name"] for event in found if event["cat"] not in COPIES]
@@ -155,13 +152,13 @@ def by_place(
 
 
 def _on_device(events: list[Event]) -> list[Event]:
-    """Kernels and copies in the order in which they began."""
+    """Returns kernels and copies in the order in which they began."""
     found = [event for event in events if event.get("cat") in ("kernel", *COPIES)]
     return sorted(found, key=lambda event: event["ts"])
 
 
 def _profile(run: Callable[[], object], n_runs: int, activities: list) -> list[Event]:
-    """Returns the events of so many runs."""
+    """Returns the events of `n_runs` runs."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(n_runs):

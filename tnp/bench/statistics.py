@@ -1,4 +1,4 @@
-"""Summarizes timings by seven numbers. The raw samples are stored beside them."""
+"""Summarizes timings by seven numbers. Raw samples are stored beside them."""
 
 from collections.abc import Sequence
 
@@ -6,11 +6,11 @@ import numpy as np
 
 
 def summarize(samples: Sequence[float], prefix: str) -> dict[str, float | None]:
-    """Returns `{prefix}_mean`, `_std`, `_min`, `_max`, `_p50`, `_p95`, `_p99` of `samples`, same
-    unit.
+    """Returns `{prefix}_mean`, `_std`, `_min`, `_max`, `_p50`, `_p95` and `_p99` of `samples`.
 
-    `std` is the sample deviation (n − 1), None for a single sample; percentiles interpolate
-    linearly. Nothing is trimmed. Raises ValueError without samples and on one that is not finite.
+    `std` is the sample deviation (n − 1), None for a single sample. Percentiles interpolate
+    linearly. Nothing is trimmed. Raises ValueError without samples, and for a sample that is not
+    finite.
     """
     values = np.asarray(samples, dtype=np.float64)
     if values.size == 0:

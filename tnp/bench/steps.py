@@ -35,27 +35,27 @@ from tnp.train.step_graphs import N_EAGER_BEFORE_CAPTURE
 
 STAGE_PASSES = 10
 N_VARYING = 64  # tasks of a stream whose sizes vary
-LEARNING_RATE = 1e-5  # real updates, too small to fit the one task into a degenerate density
+LEARNING_RATE = 1e-5  # real updates, but too small to overfit the one task
 
 
 def measure_step(
     parameters: dict, started: float, note: Callable[[Rows], None] = lambda tables: None
 ) -> Rows:
-    """Tables "steps", "samples", "code" and, on a GPU, "stages" of one configuration.
+    """Returns tables "steps", "samples", "code" and, on a GPU, "stages" of one configuration.
 
-    The peak memory is that of the steps after the first; for a captured step, of capture and
-    replays, since a replay allocates nothing and lives in what the capture took. Of a stream, whose
-    sizes are captured when they come again, it is that of all steps.
+    The peak memory is that of the steps after the first. A captured step's is that of capture and
+    replays: a replay allocates nothing and uses the memory of its capture. A stream's is that of
+    all steps, since it captures a size when the size comes again.
 
-    Of a shape whose sizes vary a sample is the mean over a fixed stream of `N_VARYING` tasks, drawn
-    for each task or for each sample of it, with buckets up to the largest that may be drawn. A
-    stream has no stages.
+    If a shape's sizes vary, a sample is the mean over a fixed stream of `N_VARYING` tasks. Sizes
+    are drawn for each task, or for each sample of it. Buckets reach the largest size that may be
+    drawn. A stream has no stages.
 
     Args:
         parameters: the step key, `variant_spec`, `model`, `timing`, `device`, and
-            `definitions`, the hashes of what the step runs, by name; `vary` where sizes do.
+            `definitions`, the hashes of the step's code by name; `vary` if sizes vary.
         started: `time.perf_counter()` when the process began; `setup_s` counts from there.
-        note: is given all tables but "stages" before the profiler starts, which may end a process.
+        note: is called with all tables but "stages" before the profiler, which may end the process.
 
     Raises:
         Unsupported: this device cannot run the variant.
@@ -130,13 +130,11 @@ def measure_step(
 
 
 def _stream(parameters: dict) -> list[list[Sizes]]:
-    """Returns context and target points of each sample of each task: of one task, or of a
-    stream.
-    """
+    """Returns context and target points of each sample of each task, of one task or of a stream."""
     batch = parameters["batch"]
     if "vary" not in parameters:
         return [[(parameters["n_context"], parameters["n_target"])] * batch]
-    # Of every run the same sizes: only then do two runs of a step differ by noise alone.
+    # Every run has the same sizes, so that two runs of a step differ by noise alone.
     seed, vary = 1, dict(parameters["vary"])
     each = vary.pop("each", "batch")
     if each == "batch":
@@ -175,7 +173,7 @@ def random_task(
 
 
 def _energy(measurement: Measurement, conditions: Conditions) -> float | None:
-    """Joules of one step."""
+    """Returns the joules of one step, or None."""
     sampling_s = measurement.ended_s[-1]
     power_w = conditions.power_w(measurement.began, measurement.began + sampling_s)
     n_steps = len(measurement.samples_ms) * measurement.n_launches
@@ -183,7 +181,7 @@ def _energy(measurement: Measurement, conditions: Conditions) -> float | None:
 
 
 def require_supported(parameters: dict, variant: Variant, device: torch.device) -> None:
-    """Raises Unsupported where an implementation of the variant cannot train at these sizes."""
+    """Raises Unsupported if an implementation of the variant cannot train at these sizes."""
     storage = variant.storage(parameters["model"]["d_ff"])
     model = parameters["model"] | {"d_ff_storage": storage}
     for family, name in variant.implementations().items():
@@ -199,15 +197,13 @@ def require_supported(parameters: dict, variant: Variant, device: torch.device) 
 
 
 def _choices(variant: Variant) -> str | None:
-    """Returns the choices of "auto" in this process, as JSON; None where the variant leaves it no
-    choice.
-    """
+    """Returns the choices of "auto" in this process as JSON, or None without "auto"."""
     automatic = any(map(is_automatic, variant.implementations().values()))
     return json.dumps(selection.choices()) if automatic else None
 
 
 def _launch_config() -> str | None:
-    """Kernels and configurations of every operation of ours, as JSON; None without any."""
+    """Returns kernels and configurations of all our operations as JSON, or None without any."""
     found = plans.launch_configs()
     return json.dumps(found) if found else None
 
@@ -215,7 +211,7 @@ def _launch_config() -> str | None:
 def _rates(
     parameters: dict, variant: Variant, stream: list[list[Sizes]], measurement: Measurement
 ) -> dict[str, float | None]:
-    """Statistics of the step and what follows from the median; `mfu` is left to the store."""
+    """Returns the statistics of the step and the rates of its median. The store adds `mfu`."""
     model, n_tasks = parameters["model"], len(stream)
     counted = Counter(size for sizes in stream for size in sizes)
     flops, computed = (

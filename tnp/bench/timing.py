@@ -1,9 +1,8 @@
 """Times calls: warms up until times are steady, then puts a pair of marks around every call.
 
-A mark is a CUDA event on the current stream, or a reading of the host clock on the CPU. Events
-bound what the device did between them, launch gaps included, so the samples of a loop add up to
-its wall time. The host waits for the device between rounds of samples, never inside one, as it
-would not in training.
+A mark is a CUDA event on the current stream, or a reading of the host clock on the CPU. Two events
+bound the device's work between them, launch gaps included. So the samples of a loop add up to its
+wall time. As in training, the host waits for the device between rounds of samples only.
 """
 
 import itertools
@@ -19,31 +18,30 @@ import torch
 
 from tnp.bench.policy import Latency, Policy
 
-# Warm-up has settled when the medians of two successive chunks agree within this share …
-WARM_WITHIN = 0.02
-# … and gives up after this many times the least warm-up.
-WARMUP_LIMIT = 3
+# Warm-up ends when the medians of two successive chunks agree within this share, or after
+# WARMUP_LIMIT times the least warm-up.
+WARM_WITHIN, WARMUP_LIMIT = 0.02, 3
 CHUNK_CALLS = (3, 100)
 
-# Rounds have settled when the medians of their first and last third agree within this share. What
-# a contender's own samples say is drowned in noise: they vary by 4 % at an H200's power limit.
+# Rounds are stable if the medians of their first and last third agree within this share. A single
+# contender's samples are too noisy for that: they vary by 4 % at an H200's power limit.
 SETTLED_WITHIN = 0.01
-# Successive samples are alike, so that their own spread says little of their mean's. Means of ten
-# batches are nearly independent; 2.26 is Student's 97.5 % quantile of 9 degrees of freedom.
+# Successive samples are correlated, so their spread says little about the error of their mean.
+# Means of ten batches are nearly independent. 2.26 is Student's 97.5 % quantile for ten of them.
 N_BATCHES, T_QUANTILE = 10, 2.26
 
 Mark = torch.cuda.Event | float
 Call = Callable[[], object]
 Spans = list[tuple[Mark, Mark]]  # of one contender, in the order taken
-Rounds = Callable[[int], list[Spans]]  # takes so many rounds of all contenders
+Rounds = Callable[[int], list[Spans]]  # takes a number of rounds of all contenders
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Holds raw samples in milliseconds, in the order taken, and how they came about.
+    """Holds raw samples in milliseconds, in the order taken, and how they were taken.
 
-    A sample is the mean of `n_launches`. It ended `ended_s` seconds after sampling began, which was
-    at `began` on the host's `time.perf_counter`.
+    A sample is the mean of `n_launches`. It ended `ended_s` seconds after sampling began, at
+    `began` on the host's `time.perf_counter`.
     """
 
     samples_ms: list[float]
@@ -76,7 +74,7 @@ def mark(device: torch.device) -> Mark:
 
 
 def elapsed_ms(start: Mark, end: Mark) -> float:
-    """Milliseconds between two marks of one device, which must have passed the later one."""
+    """Returns the milliseconds between two marks. The device must have passed the later one."""
     return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
 
 
@@ -86,7 +84,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def call_ms(call: Call, device: torch.device) -> float:
-    """Milliseconds of one call."""
+    """Returns the milliseconds of one call."""
     start = mark(device)
     call()
     end = mark(device)
@@ -95,7 +93,7 @@ def call_ms(call: Call, device: torch.device) -> float:
 
 
 def first_call(call: Call, device: torch.device) -> float:
-    """Seconds of the first call: kernels compile, libraries pick algorithms, memory is reserved."""
+    """Returns the seconds of the first call, which compiles kernels and reserves memory."""
     synchronize(device)
     start = time.perf_counter()
     call()
@@ -115,12 +113,12 @@ def measure_interleaved(
     policy: Policy,
     launches_per_call: int = 1,
 ) -> list[Measurement]:
-    """Times several contenders in rounds, one call of each a round, so that drift hits all alike.
+    """Times several contenders in rounds, so that drift affects all equally.
 
-    Every call has run before. The order in a round is drawn anew, so that nobody always follows the
-    same one. Each call takes the next of its contender's inputs, so that none finds in cache what
-    the one before it read. Warm-up ends when every contender has settled. Where a call is longer
-    than `policy.long_step_s`, one round is the warm-up. Samples are per launch.
+    A round has one call of each. Every call has run before. Each round has a new random order, so
+    that no contender always follows the same one. Each call takes the next inputs of its contender,
+    so that the cache does not hold them. Warm-up ends when every contender is stable. If a call is
+    longer than `policy.long_step_s`, one round is the warm-up. Samples are per launch.
     """
     if not contenders:
         return []
@@ -140,10 +138,10 @@ def measure_latency(
 ) -> list[Measurement]:
     """Times single calls of several contenders in rounds, one call of each a round.
 
-    As in `measure_interleaved`, but for this: the L2 cache is overwritten before each call, outside
-    its marks, and nothing is captured, repeated or added. While the device does that the host
-    launches the call, so that a sample has the launch's own time on the device, and the host's
-    where it takes longer to launch than the device to overwrite the cache.
+    It differs from `measure_interleaved`: before each call, outside its marks, the L2 cache is
+    overwritten, and nothing is captured or repeated. The host launches the call while the device
+    overwrites the cache. So a sample has the launch's time on the device, and the host's time only
+    if launching takes longer than overwriting.
     """
     if not contenders:
         return []
@@ -157,9 +155,7 @@ def measure_latency(
 
 
 def _flush(device: torch.device, caches: int) -> Call:
-    """Overwrites the L2 cache and more; of a CPU, whose caches only the calls themselves fill,
-    nothing.
-    """
+    """Returns a function that overwrites the L2 cache and more. On a CPU it does nothing."""
     if device.type != "cuda":
         return lambda: None
     size = caches * torch.cuda.get_device_properties(device).L2_cache_size
@@ -174,10 +170,7 @@ def _measurements(
     n_warmup: int,
     launches_per_call: int,
 ) -> list[Measurement]:
-    """Returns a measurement of each contender from the marks of its calls.
-
-    Warm-up began at `start`.
-    """
+    """Returns each contender's measurement from its marks. Warm-up began at `start`."""
     measure_s = time.perf_counter() - start
     has_settled = settled(
         [sum(elapsed_ms(*span) for span in one) for one in zip(*taken, strict=True)]
@@ -213,7 +206,7 @@ def _rounds(
     n_rounds: int,
     before: Call = lambda: None,
 ) -> list[Spans]:
-    """Marks around the next `n_rounds` calls of each contender, `before` ahead of each."""
+    """Calls `before` and each contender `n_rounds` times. Returns the marks around the calls."""
     spans: list[Spans] = [[] for _ in range(n_contenders)]
     for contender, call in itertools.islice(turns, n_rounds * n_contenders):
         before()
@@ -225,7 +218,7 @@ def _rounds(
 
 
 def _sample(rounds: Rounds, policy: Policy) -> list[Spans]:
-    """Returns the least number of samples of each, then as many again until all means are known."""
+    """Takes `min_samples` samples of each contender, and doubles them until all means are known."""
     start = time.perf_counter()
     taken = rounds(policy.min_samples)
     while True:
@@ -240,16 +233,14 @@ def _sample(rounds: Rounds, policy: Policy) -> list[Spans]:
 
 
 def settled(rounds_ms: Sequence[float]) -> bool:
-    """Returns whether the times of whole rounds stay what they were when sampling began."""
+    """Returns whether the times of whole rounds stayed as they were when sampling began."""
     third = max(1, len(rounds_ms) // 3)
     first, last = statistics.median(rounds_ms[:third]), statistics.median(rounds_ms[-third:])
     return abs(math.log(last / first)) < SETTLED_WITHIN
 
 
 def half_width(samples: Sequence[float]) -> float:
-    """Returns the half width of the 95 % interval of the mean, as a share of it, from ten
-    batches.
-    """
+    """Returns half the width of the mean's 95 % interval, as a share of the mean."""
     if len(samples) < N_BATCHES:
         return math.inf
     size = len(samples) // N_BATCHES
@@ -259,7 +250,7 @@ def half_width(samples: Sequence[float]) -> float:
 
 
 def _warm_up(rounds: Rounds, round_ms: float, policy: Policy) -> int:
-    """Runs until all times are steady, or for too long; returns the number of rounds."""
+    """Runs until all times are stable, or for too long. Returns the number of rounds."""
     least, most = CHUNK_CALLS
     chunk = min(max(round(policy.warmup_s * 250 / max(round_ms, 1e-3)), least), most)
     start = time.perf_counter()

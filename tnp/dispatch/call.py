@@ -31,7 +31,7 @@ from tnp.dispatch.spec import Operator
 from tnp.util.checks import require_tensors
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
-_compiling = torch.compiler.is_dynamo_compiling  # a look-up of it costs as much as the call
+_compiling = torch.compiler.is_dynamo_compiling  # looking it up costs as much as calling it
 
 
 def call(
@@ -46,9 +46,9 @@ def call(
 
     Args:
         operator: what to compute.
-        implementation: a name, or "auto", or "auto:e4m3" where that precision will do.
-        inputs: tensors in the operator's order.
-        scalars: numbers in the operator's order.
+        implementation: a name, "auto", or "auto:e4m3" where e4m3 is precise enough.
+        inputs: tensors in the order of `Operator.inputs`.
+        scalars: numbers in the order of `Operator.scalars`.
         options: pairs (name, value) of the options that are on.
         or_none: whether to return None if the implementation cannot run here.
 
@@ -83,7 +83,7 @@ def _built(
 
 
 def _require(operator: Operator, implementation: str, inputs: tuple) -> None:
-    """Raises ValueError if the implementation is no name, or an input is no tensor."""
+    """Raises ValueError if `implementation` is not a string, or an input is not a tensor."""
     if not isinstance(implementation, str):
         first = operator.implementations[0].name
         raise ValueError(f"implementation is {implementation!r}: it must be a name, as {first!r}")

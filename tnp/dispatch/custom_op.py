@@ -5,9 +5,9 @@ PyTorch's operators. They do not see a kernel that Python launches itself. There
 
     tnp::rms_norm_differentiable(Tensor x, Tensor weight, float eps, str call) -> Tensor[]
 
-which is defined from the operator's own names at its first use. Autograd makes two operators of it,
-`tnp::rms_norm` and `tnp::rms_norm_backward`: compiled graphs hold these, and modes see them. `call`
-is JSON of all that decides the launch. Both run plans, as an eager call does
+This operator is defined from the names in `Operator` at its first use. Autograd makes two operators
+of it, `tnp::rms_norm` and `tnp::rms_norm_backward`: compiled graphs hold these, and modes see them.
+`call` is JSON of all that decides the launch. Both run plans, as an eager call does
 (`tnp.dispatch.plans`), but their results share no memory (`Call.apart`). A compiler sees only the
 empty tensors of `Kernel.empty`.
 
@@ -51,7 +51,7 @@ _defined: dict[str, CustomOperator] = {}
 # are added while it traces.
 _plain = ModuleType(f"{__name__}.plain")
 _RUN = "run__"
-_REFUSED = "refused"  # in place of the argument `call`
+_REFUSED = "refused"  # replaces the argument `call`
 _grad_enabled = torch.is_grad_enabled
 
 
@@ -59,7 +59,7 @@ def call(
     operator: Operator, implementation: str, inputs: tuple, scalars: tuple, options: tuple,
     or_none: bool = False,
 ) -> Any:  # fmt: skip
-    """Does the same as `tnp.dispatch.call`, through operators that PyTorch sees."""
+    """Does the same as `tnp.dispatch.call`, through custom operators."""
     wanted = wanted_of(operator, inputs)
     first = next(x for x in inputs if x is not None)
     values = operator.describe(*inputs, **dict(options))
@@ -71,7 +71,7 @@ def call(
     known = (operator.name, implementation, dtype, first.device, wanted, options, read_off, given)
     tracing = torch.compiler.is_compiling()
     text = None if or_none else _decided(*known, None, tracing)
-    if text is None:  # the sizes decide: they become constants of the graph
+    if text is None:  # the choice depends on sizes: they become constants of the graph
         text = _decided(*known, tuple([index(size) for size in sizes]), tracing, or_none)
     if text == _REFUSED:
         return None
@@ -86,9 +86,9 @@ def call(
 
 
 def _count_flops() -> None:
-    """Tells PyTorch's counters, also those that count now, how many operations our calls take."""
+    """Registers our operators with PyTorch's `FlopCounterMode`, also with active counters."""
     counter = sys.modules.get("torch.utils.flop_counter")
-    if counter is None:  # nobody imported it, so nobody counts; importing it is slow
+    if counter is None:  # not imported, so no counter is active; importing it is slow
         return
     counting = [mode.counter.flop_registry for mode in dispatch_modes() if hasattr(mode, "counter")]
     for registry in (counter.flop_registry, *counting):
@@ -157,7 +157,7 @@ def _decide(
     wanted: tuple[str, ...], options: tuple, read_off: tuple, given: tuple[str, ...],
     sizes: tuple[int, ...] | None,
 ) -> str | None:  # fmt: skip
-    """Returns the same as `_decided`, which keeps it."""
+    """Computes the result of `_decided`, which caches it."""
     of_sizes = dict(zip(operator.sizes, sizes or (1,) * len(operator.sizes), strict=True))
     on = dict.fromkeys(given, True) | dict(options + read_off)
     what = Call(operator.problem(dtype, **on | of_sizes), devices.of_device(device), wanted)
@@ -182,7 +182,7 @@ def _decide(
 
 
 def _require(operator: Operator, found: Implementation, what: Call) -> None:
-    """Raises RuntimeError where PyTorch's form does not take this call at any sizes."""
+    """Raises RuntimeError if PyTorch's implementation takes this call at no sizes."""
     limits = Implementation(
         found.name, run=found.run, dtypes=found.dtypes, options=found.options,
         gradients=found.gradients,
@@ -207,7 +207,7 @@ def custom_op(operator: Operator) -> Any:
 
 
 class _CustomCall(Differentiated):
-    """The calls whose argument `call` is `text`. Their passes are custom operators."""
+    """Runs the calls whose argument `call` is `text`. Their passes are custom operators."""
 
     def __init__(self, custom: CustomOperator, text: str) -> None:
         self.custom, self.text, content = custom, text, json.loads(text)
@@ -221,14 +221,14 @@ class _CustomCall(Differentiated):
         self._routes: dict[tuple[bool, ...], list[int | None]] = {}  # by absent gradients
 
     def forward(self, inputs: tuple, scalars: tuple) -> tuple[tuple, list]:
-        """Returns the outputs and what is saved; `scalars` begin with the problem's sizes."""
+        """Returns the outputs and the saved tensors. `scalars` begin with the problem's sizes."""
         outputs, saved = self.custom.forward(*inputs, *scalars[1:], self.text)
         return tuple(outputs), saved
 
     def backward(
         self, gradients: tuple, kept: tuple, saved: tuple, scalars: tuple, are_hooked: bool
     ) -> tuple:
-        """Returns gradients in the order of `differentiated`, None where not wanted."""
+        """Returns gradients in the order of `Operator.differentiated`, None where not wanted."""
         if derivatives.is_batched(gradients):
             raise self.refusal(derivatives.BATCHED)
         tensors = list(gradients), list(kept), list(saved)
@@ -264,22 +264,22 @@ class _CustomCall(Differentiated):
         return self._kernel(self.found.backward).empty(self.wanted, tuple(map(tuple, tensors)))
 
     def _kernel(self, operation: Operation) -> Kernel:
-        """Returns any kernel that saves in this form: all of them return tensors of equal sizes."""
+        """Returns any kernel that saves in this form: their tensors have equal sizes."""
         return next(iter(kernels_of(operation, self.saves).values()))
 
 
 class CustomOperator:
-    """The operators of PyTorch that stand for one operator of ours.
+    """Holds PyTorch's custom operators for one operator of ours.
 
     `tnp::<name>` launches the forward pass and `tnp::<name>_backward` the backward pass. Compiled
     graphs hold these two, and modes see them. They have no autograd, so PyTorch's dispatcher calls
-    their Python at once. `tnp::<name>_differentiable` has, and is made of the two.
+    their Python at once. `tnp::<name>_differentiable` calls the two, and has autograd.
     """
 
     def __init__(self, operator: Operator) -> None:
         self.operator, self.plans = operator, plans(operator)
         self.n_tensors = len(operator.tensors)
-        self.call_of = lru_cache(MOST)(partial(_CustomCall, self))  # by their argument `call`
+        self.call_of = lru_cache(MOST)(partial(_CustomCall, self))  # by the argument `call`
         optional = ["?" if one in operator.optional else "" for one in operator.tensors]
         inputs = [f"Tensor{o} {one}, " for o, one in zip(optional, operator.tensors, strict=True)]
         scalars = [f"float {one}, " for one in operator.scalars]
@@ -310,7 +310,7 @@ class CustomOperator:
         return list(outputs) if isinstance(outputs, tuple) else [outputs]
 
     def _forward(self, *arguments: Any) -> tuple:
-        if _grad_enabled():  # autograd is not to look into a launch
+        if _grad_enabled():  # autograd must not look into a launch
             with torch.no_grad():
                 return self._forward(*arguments)
         inputs, text = arguments[: self.n_tensors], arguments[-1]
@@ -368,7 +368,7 @@ class CustomOperator:
 
 
 def _implement(name: str, real: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Gives an operator its launch, no autograd, and what a compiler sees of it."""
+    """Registers an operator's launch and its fake for compilers, both without autograd."""
     for key in ("CPU", "CUDA"):
         _library.impl(name, real, key)
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
@@ -376,10 +376,10 @@ def _implement(name: str, real: Callable[..., Any], fake: Callable[..., Any]) ->
 
 
 def _new_tensors(results: Iterable, gradients: Iterable) -> list[torch.Tensor]:
-    """Returns the results that are new tensors, each of them once.
+    """Returns the new tensors among the results, each of them once.
 
-    A kernel may return an incoming gradient, or one tensor for two inputs, as for a sum. But the
-    results of a custom operator must not share memory.
+    A kernel may return an incoming gradient, or the same tensor for two inputs, as for a sum. But
+    the results of a custom operator must not share memory.
     """
     seen, new = {id(None), *map(id, gradients)}, []
     for x in results:

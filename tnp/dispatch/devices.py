@@ -34,13 +34,13 @@ class Datasheet:
 
     multiprocessors: int
     capability: int
-    shared_bytes: int  # that a block may use (CUDA programming guide)
+    shared_bytes: int  # shared memory that a block may use (CUDA programming guide)
     flops_per_s: float
     bytes_per_s: float
 
 
 KB = 1024
-# By words of the name, the most special first.
+# Keys are words of the product name, the most special first.
 GPUS = {
     "H200": Datasheet(132, 90, 227 * KB, 989.4e12, 4.8e12),
     "H100 PCIe": Datasheet(114, 90, 227 * KB, 756e12, 2.04e12),
@@ -75,7 +75,7 @@ CPU, INTERPRETER = Target("cpu"), Target("interpreter")
 
 
 def slug(name: str) -> str:
-    """Returns a product name as file names hold it: "NVIDIA H200" → "nvidia-h200"."""
+    """Returns a product name as it appears in file names: "NVIDIA H200" → "nvidia-h200"."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
@@ -123,7 +123,7 @@ def of_device(device) -> Target:
 
 @contextmanager
 def on_meta(target: Target) -> Iterator[None]:
-    """Makes tensors of the meta device stand for tensors of `target` inside."""
+    """Inside the block, tensors of the meta device stand for tensors of `target`."""
     import torch
 
     device = torch.device("meta")

@@ -5,7 +5,7 @@ first call goes through Triton, which specializes, compiles and loads the kernel
 the same arguments straight to the compiled kernel's launcher in C. So a plan must fix all that
 Triton specializes for: the type and alignment of each tensor, and the value of each integer.
 
-Every call goes through Triton, slower but right, inside `watched`, under a profiler's launch hooks,
+Every call goes through Triton, which is slower, inside `watched`, under a profiler's launch hooks,
 and with a version of Triton that is not in `KNOWN_LAUNCHERS`.
 """
 
@@ -23,11 +23,11 @@ from triton import knobs
 from tnp.dispatch.private import KNOWN_LAUNCHERS, TO_HOST, launcher_in_c, tensor_map_encoder
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
-# Tensor maps of one argument that are kept, by address.
+# The number of tensor maps that are kept for one argument, by address.
 MAPS_KEPT = 256
 
 _watchers = 0
-_compiled: list[set[Any]] = []  # the kernels met, for each open `compiled_only`
+_compiled: list[set[Any]] = []  # the compiled kernels, for each open `compiled_only`
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def compiled_only() -> Iterator[set[Any]]:
 
 
 class OtherLaunch:
-    """A prepared launch of a kernel that Triton does not compile. Each call begins with `tell`."""
+    """Launches a kernel that Triton does not compile. Each call begins with `tell`."""
 
     __slots__ = ()
     kernel: str  # "module:NAME"
@@ -71,7 +71,7 @@ class OtherLaunch:
         raise NotImplementedError
 
     def tell(self) -> None:
-        """Passes this launch to those that watch."""
+        """Passes this launch to the functions of `watched_others`."""
         for note in _notes:
             note(self)
 
@@ -81,7 +81,7 @@ _notes: list[Callable[[OtherLaunch], None]] = []
 
 @contextmanager
 def watched_others(note: Callable[[OtherLaunch], None]) -> Iterator[None]:
-    """Inside, `note` is called with every launch of a kernel that Triton does not compile."""
+    """Calls `note` with every launch inside of a kernel that Triton does not compile."""
     _notes.append(note)
     try:
         yield
@@ -127,7 +127,7 @@ class Bound:
         descriptors = [make(x) for make, x in zip(self.maps, tensors, strict=False)]
         given = *descriptors, *tensors[len(descriptors) :], *self.integers, *floats
         if _compiled and tensors[0].is_meta:
-            if not self.kernel.pre_run_hooks:  # they are shown launches alone
+            if not self.kernel.pre_run_hooks:  # its hooks must see launches only
                 self.kernel.warmup(*given, grid=self.grid, **self.constexprs)
                 _compiled[-1].add(self.kernel)
             return
@@ -140,7 +140,7 @@ class Bound:
 def _observed() -> bool:
     """Returns whether a profiler's launch hooks or `watched` are active."""
     runtime = knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook  # chains of hooks, as a rule
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook  # usually chains of hooks
     return bool(_watchers or getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
@@ -153,7 +153,7 @@ def _direct(
     run = compiled.run
     metas = getattr(compiled.metadata, "tensordesc_meta", None) or []
     n_maps = len(descriptors)
-    lowered = sum(not meta["fp4_padded"] for meta in metas)  # to TMA, and not in 4 bits
+    lowered = sum(not meta["fp4_padded"] for meta in metas)  # lowered to TMA, and not in 4 bits
     plain = all(getattr(x, "padding", "zero") == "zero" and not _rounded(x) for x in descriptors)
     scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
     if not isinstance(run, CudaLauncher) or scratch or lowered != n_maps or not plain:
@@ -161,7 +161,7 @@ def _direct(
     if bound.kernel.pre_run_hooks or knobs.runtime.debug or knobs.compilation.instrumentation_mode:
         return None
     launch = run.launch
-    if n_maps:  # a wrapper that makes tensor maps: take what is inside
+    if n_maps:  # a wrapper that makes tensor maps: take the launcher inside
         launch = launcher_in_c(launch)
     driver = triton.runtime.driver.active
     current_stream, device = driver.get_current_stream, driver.get_current_device()
@@ -200,7 +200,7 @@ def _rounded(descriptor: Any) -> bool:
 
 
 def _tensor_maps(descriptor: Any, meta: dict[str, Any]) -> tuple[Callable[[int], Any], tuple]:
-    """Returns a function address → tensor map, and the arguments that follow a map."""
+    """Returns a function from address to tensor map, and the arguments that follow a map."""
     encode = tensor_map_encoder()
     shape, strides = list(descriptor.shape), list(descriptor.strides)
     kind = TO_HOST.get(meta["elem_type"], meta["elem_type"])

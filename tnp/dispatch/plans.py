@@ -51,7 +51,7 @@ from tnp.dispatch.spec import Call, Implementation, Kernel, Operation, Operator
 from tnp.dispatch.tuned_tables import Choice
 from tnp.util.bounded import Bounded
 
-_grad_enabled = torch.is_grad_enabled  # looked up once: a module's attribute costs as much as calls
+_grad_enabled = torch.is_grad_enabled  # looked up once: a look-up costs as much as a call
 _AUTO, _TABLES, _CHECK = map(
     environ.encodekey, (AUTO_VARIABLE, tuned_tables.VARIABLE, CHECK_VARIABLE)
 )
@@ -60,9 +60,9 @@ _AUTO, _TABLES, _CHECK = map(
 def key_of(tensors: Iterable[torch.Tensor | None], *about: Any) -> tuple:
     """Returns the key of a plan: everything that a decision depends on.
 
-    It holds `about`, the switches of PyTorch and of the environment, the epoch of the tuned tables,
-    and of each tensor its shape, strides, dtype, device, alignment, and whether it wants a gradient
-    here.
+    It holds `about`, the switches of PyTorch and of the environment, and the epoch of the tuned
+    tables. For each tensor it holds shape, strides, dtype, device, alignment, and whether a
+    gradient is wanted.
     """
     differentiated = _grad_enabled()
     key = (
@@ -94,7 +94,7 @@ class Plans:
                 found = self.by_key.get(key)
                 if found is None:
                     found = make()
-                    if self.epoch != tuned_tables.epoch:  # no call asks for older plans again
+                    if self.epoch != tuned_tables.epoch:  # no later call asks for older plans
                         self.forget()
                         self.epoch = tuned_tables.epoch
                     self.by_key[key] = found
@@ -210,7 +210,7 @@ def _empty_plan(
 
 
 class PlainPlan:
-    """The plan of a function that PyTorch differentiates."""
+    """Runs a function that PyTorch differentiates."""
 
     def __init__(
         self,
@@ -226,7 +226,7 @@ class PlainPlan:
             self.function = compiled(found)
 
     def described(self) -> dict[str, dict]:
-        """Returns nothing, because it has no kernels of ours."""
+        """Returns {}, because it has no kernels of ours."""
         return {}
 
     def run(self, inputs: tuple, scalars: tuple) -> Any:
@@ -240,7 +240,7 @@ class PlainPlan:
 
 
 class RefusedPlan:
-    """The plan of a call that its implementation cannot serve. `run` raises the reason."""
+    """Stands for a call that its implementation cannot serve. `run` raises the reason."""
 
     def __init__(self, what: Call, error: Refused) -> None:
         self.what, self.error = what, error
@@ -257,11 +257,12 @@ def compiled(found: Implementation) -> Any:
 
 
 class Differentiated:
-    """Base class of what `_Function` runs, the one `autograd.Function` of all operators.
+    """Serves as base class of plans that run behind `_Function`, the `autograd.Function` of all
+    operators.
 
-    A subclass has `forward(inputs, scalars)`, which returns the outputs, and the tensors saved for
-    the backward pass. Its `backward(gradients, kept, saved, scalars)` returns gradients in the
-    order of `Operator.differentiated`, None where not wanted.
+    A subclass has `forward(inputs, scalars)`, which returns the outputs and the saved tensors. Its
+    `backward(gradients, kept, saved, scalars)` returns gradients in the order of
+    `Operator.differentiated`, None where not wanted.
     """
 
     def __init__(self, operator: Operator, implementation: str) -> None:
@@ -286,7 +287,7 @@ class Differentiated:
         return [everything[at] for at in self.keep]
 
     def refusal(self, what: str) -> RuntimeError:
-        """Returns the error that says that this implementation does not give `what`."""
+        """Returns the error "this implementation does not give `what`"."""
         return derivatives.refusal(self.operator, self.implementation, what)
 
     def backward_once(
@@ -298,7 +299,7 @@ class Differentiated:
 
 
 class KernelPlan(Differentiated):
-    """The plan of our kernels: one forward launch, and a backward launch per gradient layout.
+    """Runs our kernels: one forward launch, and a backward launch per layout of gradients.
 
     The plan of a custom operator's backward pass has no forward launch, and the given `saves`.
     """
@@ -316,13 +317,13 @@ class KernelPlan(Differentiated):
         super().__init__(operator, found.name)
         self.what, self.found, self.chosen = what, found, chosen
         self.saves, self.forced = saves, forced
-        self.choices: ChainMap[str, dict] = ChainMap()  # of a composed kernel's layers too
+        self.choices: ChainMap[str, dict] = ChainMap()  # a composed kernel's layers are included
         self.device = device.index if device.type == "cuda" else None
         self.backwards = Bounded()
         self.run = self.differentiated if what.wanted else self._plain
 
     def described(self) -> dict[str, dict]:
-        """Returns operation → kernel and configuration, those of a composed kernel's layers too."""
+        """Returns {operation: kernel and configuration}, also for a composed kernel's layers."""
         return {name: one for part in self.choices.maps for name, one in part.items()}
 
     def bind(self, inputs: tuple) -> None:
@@ -335,7 +336,7 @@ class KernelPlan(Differentiated):
         return self._launched(self.launch, inputs, scalars)
 
     def _launched(self, launch: Callable[..., Any], inputs: tuple, scalars: tuple) -> Any:
-        if in_autocast():  # it would cast in PyTorch's part of a launch
+        if in_autocast():  # autocast would cast in PyTorch's part of a launch
             with DisableAutocast():
                 return self._launched(launch, inputs, scalars)
         if self.device is None or self.device == current_device():
@@ -356,7 +357,7 @@ class KernelPlan(Differentiated):
         """
         if in_forward_mode() and derivatives.has_tangent(gradients):
             raise self.refusal(derivatives.FORWARD_MODE)
-        # Gradients may have any strides, and copies of hooks another alignment.
+        # Gradients may have any strides, and copies made by hooks another alignment.
         decide = (*gradients, *kept, *saved) if are_hooked else gradients
         try:
             key = tuple(
@@ -397,7 +398,7 @@ class KernelPlan(Differentiated):
 
 
 def _zeros(kernel: Kernel, wanted: tuple[str, ...], tensors: tuple, _scalars: tuple) -> tuple:
-    """Returns the gradients where there is nothing to add up, as a backward launch does."""
+    """Returns gradients of zeros, as a backward launch on an empty problem does."""
     arriving = set(map(id, tensors[0]))
     results = kernel.empty(wanted, tensors)
     return tuple(x if x is None or id(x) in arriving else torch.zeros_like(x) for x in results)
@@ -421,7 +422,7 @@ def _is_strided(x: torch.Tensor | None) -> bool:
 
 
 def _dense(x: Any) -> Any:
-    """Returns the tensors, with copies in place of vectors that are not contiguous."""
+    """Returns the tensors with every vector contiguous, copied where it is not."""
     if isinstance(x, tuple | list):
         return tuple(map(_dense, x))
     return x.contiguous() if _is_strided(x) else x
@@ -440,10 +441,10 @@ class _Function(torch.autograd.Function):
         outputs, saved = plan.forward(inputs, scalars)
         tensors = *plan.kept(inputs, outputs), *saved
         ctx.plan, ctx.scalars, ctx.strides = plan, scalars, None
-        if saved_tensors_hooks(False) is not None:  # they may hand back copies laid out otherwise
+        if saved_tensors_hooks(False) is not None:  # hooks may return copies with another layout
             ctx.strides = [None if x is None else x.stride() for x in tensors]
         ctx.save_for_backward(*tensors)
-        ctx.set_materialize_grads(False)  # an output that nobody uses gets None, not zeros
+        ctx.set_materialize_grads(False)  # the gradient of an unused output is None, not zeros
         return outputs if len(outputs) > 1 else outputs[0]
 
     @staticmethod

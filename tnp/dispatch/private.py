@@ -1,11 +1,11 @@
 """Keeps the private interfaces of Python, PyTorch and Triton on a call's way to a launch.
 
-A new version may move or drop one of them without a word. `tests/dispatch/test_private.py` looks
-for each, so that a new version fails there, in a sentence. A name of `PLACES` is found when a
-module first imports it: triton is imported only where somebody needs it.
+A new version may move or drop one of them without notice. `tests/dispatch/test_private.py` looks
+for each, so that a new version fails there with a clear message. A name of `PLACES` is looked up
+when a module first imports it, so triton is imported only where it is needed.
 
-Kernels of Gluon, `tnp.util.checks` and `tnp_lab.launch` spell some of them out: hashes of recorded
-results cover that code, so they would no longer belong to it.
+Kernels of Gluon, `tnp.util.checks` and `tnp_lab.launch` name some of them directly: hashes of
+recorded results cover that code, and would change.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch.autograd import forward_ad
 
 Function = TypeVar("Function", bound=Callable)
 
-# Our name → where it stands.
+# Maps our name to the place.
 PLACES = {
     # Reads a variable of the environment, by its encoded name, in 0.02 µs: os.environ takes 0.6.
     "environment": "os:environ._data.get",
-    # A plan's key and the way of a call depend on these.
+    # A plan's key and a call's path depend on these.
     "is_deterministic": "torch._C:_get_deterministic_algorithms",
     "n_dispatch_modes": "torch._C:_len_torch_dispatch_stack",
     "dispatch_modes": "torch.utils._python_dispatch:_get_current_dispatch_mode_stack",
@@ -41,20 +41,20 @@ PLACES = {
     "is_legacy_batched_tensor": "torch._C:_functorch.is_legacy_batchedtensor",
     "is_wrapped_tensor": "torch._C:_functorch.is_functorch_wrapped_tensor",  # in tnp.util.checks
     "forward_level": "torch.autograd.forward_ad:_current_level",  # see in_forward_mode
-    # Hooks that would hand other tensors back than were saved; called with False.
+    # Hooks that may return other tensors than were saved; called with False.
     "saved_tensors_hooks": "torch._C:_autograd._top_saved_tensors_default_hooks",
     "clear_saved_tensors": "torch._C:_FunctionBase.maybe_clear_saved_tensors",
     "in_autocast": "torch._C:_is_any_autocast_enabled",
     "DisableAutocast": "torch._C:_DisableAutocast",
-    # Whether the layers of a block are watched; see has_hooks.
+    # Tells whether the layers of a block have hooks; see has_hooks.
     "has_global_hooks": "torch.nn.modules.module:_has_any_global_hook",
     # Settings of the compiler.
     "donated_buffer": "torch._functorch.config:donated_buffer",  # see keep_buffers
     "recompile_limit": "torch._dynamo.config:recompile_limit",  # see allow_graphs
     "list_mode_options": "torch._inductor:list_mode_options",
-    # Triton's: structures of Gluon kernels, and what launches a compiled kernel.
+    # Triton's structures of Gluon kernels, and its launcher of compiled kernels.
     "aggregate": "triton.language.core:_aggregate",  # in kernels of Gluon
-    # Compiles what is warmed up inside in a pool, and stands for a kernel until it is there.
+    # Compiles kernels in a pool, and stands for a kernel until it is compiled.
     "AsyncCompileMode": "triton.runtime._async_compile:AsyncCompileMode",
     "FutureKernel": "triton.runtime._async_compile:FutureKernel",
     "CudaLauncher": "triton.backends.nvidia.driver:CudaLauncher",
@@ -132,14 +132,15 @@ def allow_graphs(n: int) -> None:
 
 
 def shorten_inductor_messages() -> None:
-    """Lets Inductor name operators alone in its messages. From torch 2.13 on it does so itself.
+    """Makes Inductor's messages name operators without their arguments, as torch 2.13 does itself.
 
-    For a log line Inductor writes out the arguments of each custom operator that it meets first,
-    nested as deeply as the graph, whether or not anybody logs: compiling `fused` takes 45 s with 3
-    blocks and had not ended after 200 s with 12; without the arguments 24 s (torch 2.11, CPU).
+    For a log line Inductor formats the arguments of each new custom operator, nested as deeply as
+    the graph, even if nothing is logged. Compiling `fused` took 45 s with 3 blocks and more than
+    200 s with 12. Without the arguments 12 blocks took 24 s (torch 2.11, CPU).
     """
     if torch.__version__ < "2.13":
-        from torch._inductor.exc import OperatorIssue  # slow to import, and not all compile
+        # slow to import, and needed only by torch.compile
+        from torch._inductor.exc import OperatorIssue
 
         OperatorIssue.operator_str = staticmethod(_operator_name)
 
@@ -162,11 +163,11 @@ def tensor_map_encoder() -> Callable[..., Any]:
 
 
 def prepare_interpreter_once() -> None:
-    """Lets Triton's interpreter prepare once in this process: gates take a third of the time.
+    """Makes Triton's interpreter prepare once in this process. Gates then take a third of the time.
 
-    At every launch and every call of a helper the interpreter patches its language. Here it does so
-    once for each module of kernels. At every cast it makes the table of NumPy's dtypes. It also
-    checks for integer overflow, and nobody reads what it finds.
+    The interpreter patches its language at every launch and every call of a helper. Here it does so
+    once for each module of kernels. It also stops making a table of NumPy's dtypes at every cast,
+    and checking for integer overflow, whose result nobody reads.
     """
     from triton.runtime import interpreter
 
@@ -180,7 +181,8 @@ def prepare_interpreter_once() -> None:
             patched.add(function.__module__)
         return SimpleNamespace(restore=lambda: None)
 
-    def dtype_of_element(type_: Any) -> Any:  # of a block's elements; a pointer has no hash
+    # the type of a block's elements; a pointer has no hash
+    def dtype_of_element(type_: Any) -> Any:
         element = type_.scalar
         return (dtype_of if element.is_ptr() else dtype_of_number)(element)
 

@@ -1,13 +1,13 @@
 """Finds operators and implementations: in packages of `tnp.ops`, and by entry points.
 
-Somebody else's implementation is known by the name of its entry point, `operator.implementation`
-in group `tnp.implementations`, and by its distribution's metadata. Its module is imported where it
-is gated, timed or run. An extra of the distribution with the implementation's name lists the
-packages that it needs; their versions stand in its rows. Group `tnp.operators` brings whole
-operators: their modules are imported here, and must not import torch.
+Another distribution's implementation is listed by its entry point, `operator.implementation` in
+group `tnp.implementations`, and by the distribution's metadata. Its module is imported only to
+gate, time or run it. An extra of the distribution with the implementation's name lists the packages
+that it needs; their versions stand in its rows. Group `tnp.operators` brings whole operators: their
+modules are imported here, and must not import torch.
 
-A distribution of this project names its package in group `tnp.sources`. What it brings is ours: its
-implementations are imported here, and have no package of their own.
+A distribution of this project names its package in group `tnp.sources`. Its implementations count
+as ours: they are imported here, and rows name no package for them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from importlib import metadata
 from tnp.dispatch.spec import OWN, Implementation, Operator
 
 IMPLEMENTATIONS, OPERATORS, SOURCES = "tnp.implementations", "tnp.operators", "tnp.sources"
-OWN_PACKAGE = "tnp.ops"  # its packages are imported by name: it stands above this one
+# its packages are imported by name, because `ops` may import `dispatch` and not the reverse
+OWN_PACKAGE = "tnp.ops"
 AUTO = "auto"  # stands for whatever the tuned table says
-# The operator that a model runs in place of a block's layers, and their families.
+# The operator that replaces a block's layers in a model, and the families of those layers.
 BLOCK, LAYERS = "transformer_block", ("rms_norm", "projection", "attention", "mlp")
 TORCH = "torch"  # every operator takes it for PyTorch's plain form, and "own" for the best of ours
 
@@ -38,9 +39,9 @@ class Listed:
     op: str
     name: str
     rank: int  # its place among the operator's implementations; 0 is PyTorch's plain form
-    own: Implementation | None = None  # where it stands in the operator's declaration
+    own: Implementation | None = None  # from the operator's declaration
     entry: metadata.EntryPoint | None = None
-    brought_by: str | None = None  # the distribution of somebody else's operator
+    brought_by: str | None = None  # the distribution that brings the operator, if it is not ours
 
     @cached_property
     def packages(self) -> dict[str, str | None]:
@@ -99,7 +100,7 @@ class Catalog:
         return [name for of, name in self._listed if of == op]
 
     def ours(self, op: str) -> list[Implementation]:
-        """Returns an operator's implementations that launch kernels of ours."""
+        """Returns an operator's implementations that launch our kernels."""
         listed = (self._listed[op, name].own for name in self.names(op))
         return [own for own in listed if own is not None and own.forward is not None]
 
@@ -109,11 +110,11 @@ class Catalog:
         return {one.name: one.title for one in declared if one is not None and one.title}
 
     def installed(self, op: str) -> list[str]:
-        """Returns the implementations from other packages, also those that miss a package."""
+        """Returns the implementations from other packages, installed or not."""
         return [name for name in self.names(op) if self._listed[op, name].entry is not None]
 
     def real(self, op: str, name: str) -> str:
-        """Returns the name that an implementation has in rows and logs, for one of its names.
+        """Returns the name that rows and logs use for an implementation.
 
         Every operator takes "torch" for PyTorch's plain form and "own" for the best of ours. Any
         other name comes back as it is. Raises ValueError for an unknown operator.
@@ -142,17 +143,14 @@ class Catalog:
         return self.listed(op, name).implementation
 
     def family(self, name: str) -> list[Operator]:
-        """Returns the operators that a variant names together, as rms_norm and add_rms_norm.
-
-        Raises ValueError if there is none.
-        """
+        """Returns the operators that a variant names together; ValueError if there is none."""
         found = [op for op in self.operators.values() if (op.family or op.name) == name]
         if not found:
             raise ValueError(f"no operator is of family {name!r}: is its name spelt right?")
         return found
 
     def role(self, op: str, name: str) -> str:
-        """Returns its place in comparisons, one of `tnp.store.schemas.ROLES`."""
+        """Returns an implementation's role in comparisons, one of `tnp.store.schemas.ROLES`."""
         if is_automatic(name):
             return OWN
         listed = self.listed(op, name)
@@ -234,23 +232,23 @@ class Catalog:
             return
         try:
             self._listed[op, name] = Listed(op, name, rank, _loaded(entry))
-        except Exception as error:  # whatever it is, the others go on
+        except Exception as error:  # one fault must not stop the others
             self.faults.append(f"{op}.{name} of {entry.dist.name}: {error}")
 
 
 @cache
 def source_packages() -> dict[str, metadata.EntryPoint]:
-    """Returns the packages of other distributions whose code is ours, and what reads their files.
+    """Returns the packages of this project's other distributions, and the readers of their files.
 
     The entry point's class reads files in other languages than Python. It has `suffixes` of files,
-    and is made of a path. Its instances have what `tnp.experiment.code_hash` asks of a module:
+    and takes a path. `tnp.experiment.code_hash` uses an instance like a Python module: it has
     `bound` names, `imported` names, and `read(name)` → (hash, [(module, name)] that it mentions).
     """
     return {entry.name: entry for entry in metadata.entry_points(group=SOURCES)}
 
 
 def _loaded(entry: metadata.EntryPoint) -> Implementation:
-    """Imports an implementation; ValueError where the entry point is not what it says."""
+    """Imports an implementation. Raises ValueError if the entry point's name does not fit it."""
     found = entry.load()
     if not isinstance(found, Implementation):
         kind = type(found).__name__

@@ -25,11 +25,11 @@ from tnp.util.bounded import Bounded
 from tnp.util.checks import is_expanded, switched_on
 
 AUTO_VARIABLE = "TNP_AUTO"  # "torch": "auto" takes PyTorch's plain form everywhere
-CHECK_VARIABLE = "TNP_CHECK"  # "1": kernels assert on the device numbers that are out of range
+CHECK_VARIABLE = "TNP_CHECK"  # "1": kernels assert on the device that numbers are in range
 
 
 class Refused(RuntimeError):
-    """A named implementation cannot serve a call; the sentence says why."""
+    """Says in one sentence why a named implementation cannot serve a call."""
 
 
 Forced = dict[str, tuple[str, object]]  # operation → kernel and configuration

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from tnp.dispatch.devices import Target
 
 FLOATS = ("bfloat16", "float16", "float32")
-ALL_FLOATS = (*FLOATS, "float64")  # what PyTorch's own forms take
+ALL_FLOATS = (*FLOATS, "float64")  # taken by PyTorch's own forms
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
-OWN = "own"  # the provider of what is ours
+OWN = "own"  # the provider of our implementations
 
 Value = bool | int | float | str
 Pairs = tuple[tuple[str, Value], ...]
-Reason = str | None  # why not; None: it can
+Reason = str | None  # why something cannot run; None: it can
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Problem:
     """
 
     op: str
-    dtype: str  # of the activations
+    dtype: str  # the activations' dtype
     sizes: Pairs  # in the operator's order
-    options: Pairs = ()  # those that are on, sorted
+    options: Pairs = ()  # the options that are on, sorted
     known: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     def __getitem__(self, name: str) -> Value:
@@ -59,12 +59,12 @@ class Problem:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an activation."""
+        """Returns the bytes of an activation."""
         return ITEMSIZE[self.dtype]
 
     @property
     def json(self) -> str:
-        """The key of this problem in rows and tables: names sorted, no blanks."""
+        """Returns the key of this problem in rows and tables: names sorted, no blanks."""
         content: dict[str, Any] = {"op": self.op, "dtype": self.dtype, "sizes": dict(self.sizes)}
         if self.options:
             content["options"] = dict(self.options)
@@ -73,7 +73,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Case:
-    """A problem, and how its values are drawn. No choice depends on the values."""
+    """Holds a problem, and how its values are drawn. No choice depends on the values."""
 
     problem: Problem
     # Read by the operator's `draw`. With ("forward_only", True) no gate asks for gradients.
@@ -151,7 +151,7 @@ def triton_from(least: int) -> Support:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One way to launch an operation. It stands beside its code.
+    """Describes one way to launch an operation. It is defined beside the kernel's code.
 
     `prepare(call, config, inputs)` runs once a plan and returns `launch(inputs, scalars)`, which
     only allocates and launches, and returns (outputs, saved). A launch keeps no tensor.
@@ -175,9 +175,10 @@ class Kernel:
     options: tuple[str, ...] = ()  # that it takes
     saves: str = ""  # the form of the saved tensors; a backward kernel names the form it reads
     nondeterministic: tuple[str, ...] = ()  # results whose sums have no fixed order
-    # Where it is None, or returns None for a call, no time is predicted.
+    # If it is None, or returns None for a call, no time is predicted.
     counts: Callable[[Call, Any], tuple[float, ...] | None] | None = None
-    compiled_for: tuple[int, ...] = (80, 90, 100)  # capabilities, by the compile gate
+    # compute capabilities that the compile gate compiles it for
+    compiled_for: tuple[int, ...] = (80, 90, 100)
 
     def refuses(self, call: Call) -> Reason:
         """Returns why it cannot serve the call, or None."""
@@ -189,7 +190,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Operation:
-    """A step that several kernels can serve: "module:NAME" each, the first that can by default."""
+    """Names the kernels for a step, "module:NAME" each. The first that can run is the default."""
 
     name: str  # "attention.forward": the key of its entries in tuned tables
     kernels: tuple[str, ...]
@@ -242,16 +243,16 @@ class Implementation:
     run: Callable[..., Any] | None = None
     forward: Operation | None = None
     backward: Operation | None = None
-    supported: Support = anywhere  # asked last: see `limits`
-    missing: Callable[[], Reason] = lambda: None  # what it needs that is not installed, a sentence
+    supported: Support = anywhere  # called last: see `limits`
+    missing: Callable[[], Reason] = lambda: None  # a sentence that names a missing package
     dtypes: tuple[str, ...] = FLOATS
     options: tuple[str, ...] = ()  # that it takes
-    gradients: tuple[str, ...] | None = None  # that it gives; None: all; (): forward only
-    provider: str = OWN  # "torch", or the package that it comes from
-    precision: str = ""  # "e4m3", "int8": below the problem's dtype; "auto:e4m3" alone takes it
+    gradients: tuple[str, ...] | None = None  # gradients that it gives; None: all; (): forward only
+    provider: str = OWN  # "torch", or the package that brings it
+    precision: str = ""  # "e4m3", "int8": below the problem's dtype; only "auto:e4m3" takes it
     selectable: bool = True  # "auto" may take it
     traceable: bool = True  # torch.compile can look inside `run`
-    compile: str = ""  # "default", "max-autotune": `run` compiled, for benchmarks alone
+    compile: str = ""  # "default", "max-autotune": `run` is compiled, only for benchmarks
     dispatches: tuple[str, ...] = ()  # operators of PyTorch that do the work, "aten::…"
     nondeterministic: tuple[str, ...] = ()  # results of `run`; kernels name their own
     budget: Budget | None = None  # None: the operator's
@@ -267,7 +268,7 @@ class Implementation:
 
     @property
     def chosen_from(self) -> bool:
-        """Returns whether plain "auto" may take it: a user chooses the precision."""
+        """Returns whether plain "auto" may take it: a lower precision is the user's choice."""
         return self.selectable and not self.compile and not self.precision
 
     @property
@@ -280,7 +281,7 @@ class Implementation:
         return self.limits(call) or self.missing()
 
     def limits(self, call: Call) -> Reason:
-        """Returns why it could serve the call nowhere, or None."""
+        """Returns why it cannot serve the call on any device, or None."""
         problem = call.problem
         if problem.dtype not in self.dtypes:
             return f"it takes {', '.join(self.dtypes)}, not {problem.dtype}"
@@ -297,7 +298,7 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Operator:
-    """Declares an operator: what all its implementations have in common.
+    """Declares an operator, with everything that its implementations share.
 
     `condition(case, inputs)` returns the relative error that no rounding can undercut: one number,
     or one for each result, gradients named "d" + input.
@@ -317,27 +318,29 @@ class Operator:
     inputs: tuple[str, ...]  # tensors in the order of a call; "n_keys?" may be None
     outputs: tuple[str, ...]
     sizes: tuple[str, ...]
-    implementations: tuple[Implementation, ...]  # PyTorch's plain form first, then boldest last
-    describe: Callable[..., dict[str, Any]]  # (*inputs, **options) → sizes, options, dtype
+    implementations: tuple[Implementation, ...]  # PyTorch's plain form first, the boldest last
+    describe: Callable[..., dict[str, Any]]  # (*inputs, **options) → sizes, options, or ValueError
     draw: Callable[[Case, Any], dict[str, Any]]  # (case, random) → tensors by name: see above
     reference: Callable[..., Any]  # (*inputs, *scalars, **options) in any float dtype
     work: Callable[[Case, str], Work]  # (case, "forward" or "backward")
     cases: Callable[[Target], Iterable[Case]]  # of its gate
-    family: str = ""  # the key of a variant that names its implementation; "": its own name
+    family: str = ""  # the variant's key that chooses its implementation; "": its own name
     differentiated: tuple[str, ...] = ()
-    # Numbers that no choice depends on, scale or eps, and what gates and benchmarks pass.
+    # Numbers that no choice depends on, such as scale or eps, with the values that gates pass.
     scalars: Mapping[str, float] = field(default_factory=dict)
     options: Mapping[str, type | tuple] = field(default_factory=dict)  # off unless named
     numbered: tuple[str, ...] = ()  # sizes that no tensor shows: calls pass them as options
     read_off: tuple[str, ...] = ()  # options that `describe` reads off tensors; no call passes them
-    laid_out_by: tuple[str, ...] = ()  # options that decide the layout of what is saved
-    keeps: tuple[str, ...] | None = None  # what the backward pass gets; None: the inputs
+    laid_out_by: tuple[str, ...] = ()  # options that decide the layout of saved tensors
+    # inputs and outputs that the backward pass gets; None: the inputs
+    keeps: tuple[str, ...] | None = None
     budget: Budget = Budget()
     condition: Callable[[Case, dict], Any] | None = None  # see above
-    controls: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # must turn it red
+    # broken references that the gate must reject
+    controls: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     # Likewise by option, for the gates of implementations that take it.
     controls_of: Mapping[str, Mapping[str, Callable[..., Any]]] = field(default_factory=dict)
-    # Inputs → those of them that say how many rows there are, with numbers of other rows.
+    # Takes the inputs, and returns the inputs that hold lengths, with other lengths in them.
     other_lengths: Callable[[dict], dict[str, Any]] = lambda inputs: {}
     # (case, inputs) → for each number out of range: inputs that have it; inputs that have the
     # nearest in range, {} for those given; and by result, bool, where that must be NaN.
@@ -351,7 +354,7 @@ class Operator:
     fixed: tuple[str, ...] = ()
     # (random.Random, dtype) → a problem that `tnp.tuning.fit_costs` times.
     random_problem: Callable[[Any, str], Problem] | None = None
-    backward_with_forward: bool = False  # the gradient may be made along with the result
+    backward_with_forward: bool = False  # the forward pass may compute the gradient too
     title: str = ""  # its name in figures, as `Implementation.title`
 
     @property

@@ -1,4 +1,4 @@
-"""Chooses what runs where nobody named it, by the tuned table of the GPU model.
+"""Chooses implementations and kernels by the tuned table of the GPU model.
 
 `tables/<gpu>.json` has one entry a line, {"of", "mode", "problem", "choice", "config"}. For an
 operator the choice is an implementation; for an operation it is a kernel with its configuration. An
@@ -35,8 +35,8 @@ from tnp.util.bounded import MOST
 VERSION = 2
 COMMITTED = Path(__file__).parent / "tables"
 VARIABLE = "TNP_TABLES"
-# Compute capabilities on which ours are the default. Some kernels need more shared memory than the
-# 99 KB that a block has on 8.6, 8.9 and 12.0.
+# Compute capabilities on which our implementations are the default. Some kernels need more shared
+# memory than the 99 KB that a block has on 8.6, 8.9 and 12.0.
 OURS_ON = (90, 100)
 # An implementation declared earlier, PyTorch's first, stays if it takes at most this share of the
 # fastest time: two runs differ by as much.
@@ -86,15 +86,15 @@ def choose(
     known: Collection[str],
     counts: Counts = lambda name, config: None,
 ) -> Choice:
-    """Returns the choice of the problem's own entry, else of the shortest predicted time, else the
-    first offer that can run.
+    """Returns the choice by the problem's own entry, else by predicted time, else the first offer
+    that can run.
 
     Args:
         of: the operator's name, or an operation's.
         operator: the operator that the problem belongs to.
         call: the call to serve.
         offers: candidates, the default first.
-        known: names that an entry may have, also those that are not on offer for this call.
+        known: all names that an entry may have, also names that are not offered for this call.
         counts: returns `Kernel.counts` of an offer, or None if no time can be predicted.
 
     Raises:
@@ -197,7 +197,7 @@ def _warn_of(what: str, entry: str) -> None:
 
 # ------------------------------------------------------------------------------------- the tables
 
-epoch = 0  # of the tables in this process; part of every plan's key
+epoch = 0  # grows when tables are forgotten; part of every plan's key
 _lock = threading.Lock()
 
 
@@ -211,7 +211,7 @@ def refresh() -> None:
 
 
 def folders() -> list[Path]:
-    """Returns the folders of tables, the one that comes first first."""
+    """Returns the folders of tables in the order of their precedence."""
     if os.environ.get(VARIABLE):
         folder = Path(os.environ[VARIABLE])
         if not folder.is_dir():
@@ -226,7 +226,8 @@ def _warn_of_no_folder(folder: Path) -> None:
 
 
 def of_target(target: Target) -> Sequence[Entry]:
-    """Returns a GPU's entries, the user's own first, then those of another GPU for what they lack.
+    """Returns a GPU's entries, the user's own first, then entries of another GPU for what is
+    missing.
 
     The other GPU has the same compute capability.
     """
@@ -290,7 +291,7 @@ def table(path: Path) -> tuple[Entry, ...]:
 def _parsed(path: Path) -> tuple[Entry, ...]:
     content = json.loads(path.read_text())
     if content["version"] != VERSION:
-        raise ValueError(f"it is of version {content['version']}")
+        raise ValueError(f"it has version {content['version']}")
     gpu = {"gpu": path.stem, "capability": int(content["capability"])}
     entries = tuple({"mode": EVERY_MODE} | gpu | entry for entry in content["entries"])
     for entry in entries:
@@ -310,7 +311,7 @@ def _are_times(us: object) -> bool:
 
 
 def entry(of: str, problem: Problem, chosen: str, config: object = None) -> Entry:
-    """Returns the entry by which a problem takes an implementation, or a kernel with its config."""
+    """Returns the entry that gives a problem an implementation, or a kernel with its config."""
     found = {"of": of, "mode": EVERY_MODE, "problem": json.loads(problem.json), "choice": chosen}
     return found if config is None else found | {"config": as_json(config)}
 
@@ -324,10 +325,7 @@ def cost_entry(
 
 
 def _of_costs(operator: Operator, problem: Problem) -> dict[str, Any]:
-    """Returns what all problems that an entry of costs serves have in common.
-
-    Dtypes of one size share costs: their products run at one rate.
-    """
+    """Returns the part of a problem that costs depend on; dtypes of one size share their rate."""
     fixed = {name: problem[name] for name in operator.fixed if name in operator.sizes}
     return {"op": operator.name, "itemsize": problem.itemsize, "sizes": fixed}
 
@@ -360,10 +358,7 @@ def write(target: Target, entries: Iterable[Entry], folder: Path | None = None) 
 
 
 def operations(operator: Operator) -> dict[str, tuple[str, str]]:
-    """Returns {operation: (the first of our implementations that runs it, its pass)}.
-
-    Implementations that "auto" may not take are left out: they are not tuned.
-    """
+    """Returns {operation: (the first of ours that "auto" may take, its pass)}: these are tuned."""
     found: dict[str, tuple[str, str]] = {}
     for own in filter(attrgetter("selectable"), operator.implementations):
         for pass_, operation in (("forward", own.forward), ("backward", own.backward)):

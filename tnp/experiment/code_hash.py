@@ -1,12 +1,14 @@
 """Computes hashes of the definitions that some code reaches, and of no others.
 
-From "module:name", the top-level statements that define the name are taken, and all that these
-mention: by name, through imports (also inside functions), and through strings that name code
-("module:NAME"). A definition's hash is of its syntax tree without comments, docstrings, positions
-and the names of our modules, so that a file may be moved; it is the same on Python 3.11 to 3.13. A
-module that is used as a value counts whole. A distribution of ours may bring a class that reads its
-files in other languages (group `tnp.sources`); these are named as modules are. Operators'
-declarations are passed by: which of their implementations a job runs is the job's to say
+It starts from "module:name", with the top-level statements that define the name. It follows all
+names that these mention: directly, through imports (also inside functions), and in strings that
+name code ("module:NAME"). A definition's hash covers its syntax tree without comments, docstrings,
+positions and the names of our modules. So a file may be moved, and the hash is the same on Python
+3.11 to 3.13.
+
+A module that is used as a value counts whole. A distribution of ours may bring a class that reads
+files in another language (group `tnp.sources`); these files are named like modules. Operators'
+declarations are not followed: the job says which implementation it runs
 (`tnp.experiment.fingerprints`).
 """
 
@@ -25,7 +27,7 @@ from tnp.dispatch.registry import source_packages
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("tnp", "workflow")  # sources followed, beside those of `source_packages`
-# How a problem gets to its kernel: gates and eager steps depend on it, a device's time does not.
+# The way of a call to its kernel. Gates and eager steps depend on it, a device's time does not.
 HOUSE = frozenset(
     (
         *("tnp.experiment.code_hash", "tnp.experiment.fingerprints"),
@@ -40,7 +42,7 @@ HOUSE = frozenset(
 )
 DECLARED = ("Operator", "OPERATORS")  # the class, and the name of a tuple of its instances
 NAMED = re.compile(r"([A-Za-z_]\w*(?:\.\w+)+):([A-Za-z_]\w*)")
-# Fields of a syntax tree that say nothing or differ between versions of Python.
+# Fields of a syntax tree that mean nothing, or differ between versions of Python.
 IGNORED = frozenset(("ctx", "kind", "type_comment", "type_params", "type_ignores"))
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 EVERYTHING = "*"  # the name that stands for a whole module
@@ -50,9 +52,9 @@ Symbol = tuple[str, str]  # module, name
 
 
 def fingerprint(starts: Iterable[str], without: Iterable[str] = HOUSE) -> str:
-    """Returns 16 hexadecimal digits for all that is reached from `starts`, "module:name" each.
+    """Returns 16 hexadecimal digits for all that `starts`, each "module:name", reach.
 
-    ValueError for a start that is not there. Modules in `without` are passed by.
+    Modules in `without` are not followed. Raises ValueError for a start that does not exist.
     """
     return together(definitions(starts, without))
 
@@ -68,7 +70,7 @@ def definitions(starts: Iterable[str], without: Iterable[str] = HOUSE) -> dict[s
 
 @cache
 def _reached(root: Path, start: str, without: frozenset[str]) -> dict[str, str]:
-    """Returns {"module:name": hash} of what one start reaches."""
+    """Returns {"module:name": hash} of the definitions that one start reaches."""
     module, _, name = start.partition(":")
     pending, seen = [_resolve(root, (module, name))], set()
     if pending == [None] and module not in without:
@@ -82,7 +84,7 @@ def _reached(root: Path, start: str, without: frozenset[str]) -> dict[str, str]:
         module, name = symbol
         hashed, mentions = _source(root, module).read(name)
         pending += mentions
-        if hashed:  # of a function without a name the hash stands for its line, which may move
+        if hashed:  # a nameless function is called by its hash, because its line may move
             found[f"{module}:{LAMBDA + hashed if name.startswith(LAMBDA) else name}"] = hashed
     return found
 
@@ -96,7 +98,7 @@ def module_hash(text: str) -> str:
 
 
 def together(found: Mapping[str, str]) -> str:
-    """Returns one hash of all definitions, in whatever modules they stand."""
+    """Returns one hash of all definitions, whatever their modules."""
     return digest(sorted(set(found.values())))
 
 
@@ -120,9 +122,9 @@ class _Source:
     def __init__(self, root: Path, module: str, file: Path) -> None:
         self.root, self.module = root, module
         self.package = module if file.name == "__init__.py" else module.rpartition(".")[0]
-        self.imported: dict[str, Symbol] = {}  # name → where it is from; not yet resolved
+        self.imported: dict[str, Symbol] = {}  # name → its origin, not yet resolved
         self.bound: dict[str, list[ast.stmt]] = {}
-        self.registered: list[tuple[set[str], ast.stmt]] = []  # run for what they mention
+        self.registered: list[tuple[set[str], ast.stmt]] = []  # run for the names they mention
         self._nameless: list[ast.stmt] = []
         self._read: dict[str, tuple[str, list[Symbol]]] = {}
         self.tree = ast.parse(file.read_text())
@@ -130,9 +132,9 @@ class _Source:
             self._add(statement)
 
     def read(self, name: str) -> tuple[str, list[Symbol]]:
-        """Returns a definition's hash and the symbols of ours that it mentions.
+        """Returns a definition's hash, and the symbols of ours that it mentions.
 
-        The hash is "" where nothing is to be hashed.
+        The hash is "" if nothing is hashed.
         """
         if name not in self._read:
             mentions = [(self.module, bound) for bound in self.bound] if name == EVERYTHING else []
@@ -150,7 +152,7 @@ class _Source:
         return [node for node in ast.walk(self.tree) if isinstance(node, ast.Lambda)]
 
     def _statements(self, name: str) -> list[ast.AST]:
-        """Returns the statements that define a name, and those that are run for it."""
+        """Returns the statements that define a name, and statements that run for it."""
         if name == EVERYTHING:
             return self._nameless
         if name.startswith(LAMBDA):
@@ -226,7 +228,7 @@ def is_ours(module: str) -> bool:
 
 @cache
 def _source(root: Path, module: str) -> Any:
-    """Returns what reads a module's file, None without one: a `_Source`, or one like it."""
+    """Returns the reader of a module's file, a `_Source` or one like it, or None without a file."""
     package = module.split(".")[0]
     path = _parent(root, package).joinpath(*module.split("."))
     files = (path.with_suffix(".py"), path / "__init__.py")
@@ -264,7 +266,7 @@ def _resolve(root: Path, symbol: Symbol) -> Symbol | None:
 
 
 def _idle(statement: ast.stmt) -> bool:
-    """Returns whether an import skips it: a docstring, `if TYPE_CHECKING`, `if __name__ == …`."""
+    """Returns whether a run skips it: a docstring, `if TYPE_CHECKING`, `if __name__ == …`."""
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
         return True
     if not isinstance(statement, ast.If):
@@ -334,7 +336,7 @@ class _Tree:
             self.imports.append(node)
             modules = [a.name for a in node.names] if kind is ast.Import else [node.module]
             if getattr(node, "level", 0) or all(map(is_ours, modules)):
-                return None  # what it names is in the text of what names it
+                return None  # the users of the imported names are hashed with them
         add(f"{kind.__name__}(")
         for name in kind._fields:
             value = getattr(node, name, None)
@@ -377,7 +379,7 @@ def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _merged(values: list[ast.expr]) -> list[ast.expr]:
-    """Returns the merged parts of a formatted string: Python 3.12 adds empty ones, splits some."""
+    """Returns the parts of a formatted string, joined as no version of Python splits them."""
     merged: list[ast.expr] = []
     for value in values:
         last = merged[-1] if merged else None

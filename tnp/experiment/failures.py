@@ -1,17 +1,17 @@
 """Turns an exception into a row's status and a one-line reason."""
 
 MAX_REASON = 300  # characters
-# A job with one of these was ended from outside, by the time limit or for want of host memory: it
-# may go well another time.
+# A job with such a status was ended from outside: by the time limit, or because host memory ran
+# out. It may succeed another time.
 TRANSIENT = ("killed", "timeout")
 
 
 class Unsupported(RuntimeError):
-    """This configuration cannot run on this device; the message says why."""
+    """Says why this configuration cannot run on this device."""
 
 
 def classify(error: Exception) -> tuple[str, str]:
-    """Status and reason of an exception raised while measuring."""
+    """Returns status and reason of an exception raised while measuring."""
     text = str(error).strip() or "no message"
     lowered = text.lower()
     if isinstance(error, MemoryError) or "can't allocate memory" in lowered:
@@ -28,7 +28,7 @@ def classify(error: Exception) -> tuple[str, str]:
 
 
 def one_line(text: str) -> str:
-    """The first line that says something, cut to a readable length."""
+    """Returns the first line with text, cut to a readable length."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     line = lines[0] if lines else "no reason given"
     return line if len(line) <= MAX_REASON else line[: MAX_REASON - 1] + "…"

@@ -1,7 +1,7 @@
-"""Computes the code that an implementation's results depend on.
+"""Finds the code that an implementation's results depend on.
 
 Our implementations depend on the definitions that they reach (`tnp.experiment.code_hash`). Others
-depend on their packages as installed. Neither torch nor another package is imported.
+depend on their installed packages. It imports neither torch nor another package.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _of_functions(functions: Iterable[Callable | str], without: Iterable[str]) -
 
 
 def _starts(function: Callable) -> Iterator[str]:
-    """Yields where a function and those that it was made with (partials, cells) are defined."""
+    """Yields the places of a function's definition, and of functions in its partials and cells."""
     if isinstance(function, partial):
         given = (*function.args, *function.keywords.values())
         yield from _starts(function.func)

@@ -14,16 +14,16 @@ VARIABLE = "TNP_GPU_GB"
 GB = 2**30
 GATE_GB = 20.0  # memory that a gate may need
 MOST_GATES = 4  # more gates at once are of no use
-# Idle processes hold this much for their CUDA contexts: it does not count as memory in use.
+# CUDA contexts of idle processes take this much. It does not count as memory in use.
 _UNIMPORTANT_GB = 2.0
 
 
 class Busy(RuntimeError):
-    """Other processes hold GPU memory that this process needs; the message says how much."""
+    """Says how much GPU memory other processes hold that this one needs."""
 
 
 def limit_gb() -> float | None:
-    """Returns the GB that TNP_GPU_GB allows a process, or None where it is not set.
+    """Returns the GB that TNP_GPU_GB allows a process, or None if it is not set.
 
     Raises:
         ValueError: TNP_GPU_GB is no positive number.
@@ -65,9 +65,9 @@ def gates_at_once(free_gb: float | None, limit: float | None = None) -> int:
 
 
 def why_it_does_not_fit(error: Exception) -> str | None:
-    """Returns a sentence: the problem is too large for this GPU, or for TNP_GPU_GB.
+    """Returns why the problem is too large for this GPU, or for TNP_GPU_GB.
 
-    Returns None where `error` is not about GPU memory.
+    Returns None if `error` is not about GPU memory.
 
     Raises:
         Busy: other processes hold memory, so the problem might fit without them.

@@ -1,4 +1,4 @@
-"""Draws the figures: each module draws the view it is named after. `render` writes one to disk."""
+"""Draws the figures: each module draws the view of the same name. `render` writes one to disk."""
 
 import importlib
 from pathlib import Path
@@ -9,10 +9,8 @@ import vl_convert
 
 from tnp.figures import pages
 from tnp.figures.layout import PHONE, SCREEN, Layout
-from tnp.figures.story import STORY
+from tnp.figures.story import FIGURES
 from tnp.util.atomic_files import replacing
-
-FIGURES = tuple(name for figures in STORY.values() for name in figures)
 
 PNG_SCALE = 2  # pixels per CSS pixel
 
@@ -27,7 +25,7 @@ def draw(name: str, database: Path, layout: Layout = SCREEN) -> alt.TopLevelMixi
 
 
 def about(name: str) -> str:
-    """Describes figure `name` in one sentence: the first line of its module."""
+    """Returns one sentence about figure `name`: the first line of its module."""
     documentation = importlib.import_module(f"tnp.figures.{name}").__doc__ or ""
     return documentation.split("\n", 1)[0]
 
@@ -38,7 +36,7 @@ def finding(name: str, database: Path) -> str:
 
 
 def render_index(path: Path, findings: dict[str, str]) -> None:
-    """Writes the page that leads to all figures, by what each found; it lies beside their pages."""
+    """Writes the page that leads to all figures. It lies beside their pages."""
     path = Path(path)
     drawn = [name for name in FIGURES if path.with_name(f"{name}.html").exists()]
     content = pages.index({name: about(name) for name in FIGURES}, findings, drawn)
@@ -49,8 +47,8 @@ def render_index(path: Path, findings: dict[str, str]) -> None:
 def render(name: str, database: Path, html_path: Path, image_path: Path | None = None) -> str:
     """Writes figure `name` as a page without outside references, and as .svg or .png beside it.
 
-    Returns what it found, its title. Vega-Lite compiles the chart before anything is written: an
-    invalid one raises ValueError where saving alone would leave a blank page.
+    Returns the figure's title. Vega-Lite compiles the chart before anything is written: an invalid
+    chart raises ValueError, instead of leaving a blank page.
     """
     screen, phone = (draw(name, database, layout).to_dict() for layout in (SCREEN, PHONE))
     svg = vl_convert.vegalite_to_svg(screen)

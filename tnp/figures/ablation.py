@@ -1,8 +1,8 @@
-"""Shows what each of our components gains, added alone to uncompiled PyTorch and taken from ours.
+"""Shows the gain of each of our components, added alone to PyTorch's step and removed from ours.
 
-Reads the view `ablation`. One panel per device and shape, one line per component, two bars in it.
-PyTorch's step is the configured one, not the fastest: components show what they gain where nothing
-else has been gained yet.
+Reads the view `ablation`. A panel for each device and shape has a line for each component, with two
+bars. PyTorch's step is uncompiled, not the fastest: components show their gain in a step that has
+no other saving.
 """
 
 import altair as alt
@@ -34,9 +34,7 @@ TOOLTIP = [
     alt.Tooltip("faster_ms:Q", format=".4~r", title="step with it, ms"),
 ]
 
-QUERY = """
-    select * from ablation order by n_context, n_target, batch desc, shape, component
-"""
+QUERY = "select * from ablation order by n_context, n_target, batch desc, shape, component"
 
 
 def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:
@@ -49,11 +47,9 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
     devices = data.devices(connection, "ablation")
     labels = sorted({row["component"] for row in rows})
     blocks = []
-    for slug, device in devices.items():
-        of_device = [row for row in rows if row["device"] == slug]
-        panels = [
-            _panel(of_shape, labels, _ends(rows), layout) for of_shape in switches.panels(of_device)
-        ]
+    for device, of_device in data.by_device(devices, rows):
+        of_shapes = data.grouped(of_device, "shape")
+        panels = [_panel(of_shape, labels, _ends(rows), layout) for of_shape in of_shapes]
         when = data.recorded(connection, "ablation", device)
         measured = data.joined([when, ", ".join(_names(of_device, "dtype"))])
         blocks.append(layout.block(panels, device["name"], measured, COLUMNS))
@@ -62,7 +58,7 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
         for end in ("base", "full")
     )
     said = {
-        "alone": "Upper bars, added to PyTorch's: how much shorter a training step gets by this "
+        "alone": "Upper bars, added to PyTorch's: how much shorter a training step becomes by this "
         f"component alone, in {base}.",
         "last": "Lower bars, taken from ours: how much longer it gets without this component, in "
         f"{full}.",
@@ -70,19 +66,18 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
     subtitle = [
         " ".join(said[end] for end in _ends(rows)),
         "Whiskers: 95% interval. Numbers: how many times as long the step without the component "
-        "takes. The two bars of a component differ where components share what they save. Hollow: "
+        "takes. The two bars of a component differ if components share a saving. Hollow: "
         f"{theme.WITHOUT_EVIDENCE}.",
     ]
     return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle, layout)
 
 
 def finding(rows: list[Row], devices: dict[str, Row]) -> str:
-    """Returns the component that gains most of a step of ours, on the first device that timed one.
+    """Names the component that gains most of our step, on the first device that timed one.
 
-    At the shape where it is the largest share of the step.
+    It looks at the shape where that gain is the largest share of the step.
     """
-    for slug, device in devices.items():
-        of_device = [row for row in rows if row["device"] == slug]
+    for device, of_device in data.by_device(devices, rows):
         timed = [row for row in of_device if row["speedup_last"] is not None]
         added = [row for row in of_device if row["speedup_alone"] is not None]
         if added and not timed:
@@ -98,7 +93,7 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
                 return f"No component measurably shortens our step on {device['name']}"
             hollow = "" if best["verdict_last"] else f" ({theme.WITHOUT_EVIDENCE})"
             return (
-                f"Of our components {best['component']} gains most on {device['name']}{hollow}: "
+                f"Among our components {best['component']} gains most on {device['name']}{hollow}: "
                 f"without it a step at {best['shape']} takes {theme.times(best['speedup_last'])} "
                 "the time"
             )
@@ -106,7 +101,7 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
 
 
 def _ends(rows: list[Row]) -> list[str]:
-    """Returns the ends that some row has a gain for; both where none has."""
+    """Returns the ends for which some row has a gain; both if there is none."""
     return [end for end in ENDS if any(row[f"gain_{end}_ms"] is not None for row in rows)] or list(
         ENDS
     )
@@ -126,7 +121,7 @@ def _names(rows: list[Row], column: str) -> list[str]:
 
 
 def _bars(rows: list[Row]) -> list[Row]:
-    """Returns the wide rows of the view as one row a bar."""
+    """Returns a row for each bar, from the view's wide rows."""
     bars = []
     for row in rows:
         steps = {"alone": ("base_ms", "only_ms"), "last": ("without_ms", "full_ms")}
@@ -142,8 +137,8 @@ def _bars(rows: list[Row]) -> list[Row]:
                         "slower_ms": row[slower],
                         "faster_ms": row[faster],
                         "label": theme.times(row[f"speedup_{end}"]),
-                        "counts": row["counts"] is True,
-                        "evidence": theme.evidence(row["counts"]),
+                        "valid": row["valid"] is True,
+                        "evidence": theme.evidence(row["valid"]),
                     }
                 )
     return bars
@@ -173,7 +168,7 @@ def _panel(
     whiskers = data.drawing([bar for bar in bars if bar["low_ms"] is not None]).encode(**lines)
     label_x = alt.X("high_ms:Q", scale=scale)
     edges = [bar | {"high_ms": max(0.0, bar["gain_ms"], bar["high_ms"] or 0.0)} for bar in bars]
-    return alt.layer(
+    layers = [
         data.drawing([{"gain_ms": 0.0}]).mark_rule(color=theme.INK, strokeWidth=1.5).encode(x=x),
         *theme.filled_or_hollow(
             base.encode(x=x, color=color, tooltip=TOOLTIP),
@@ -186,18 +181,15 @@ def _panel(
         ),
         *theme.text(data.drawing(edges).encode(x=label_x, text="label:N", **lines), dx=6),
         *theme.in_place(_failures(rows, ends_shown), lines),
-        *theme.names("component:N", components, y, height, layout),
-    ).properties(
-        width=layout.width(PANEL_WIDTH),
-        height=layout.height(len(components), height),
-        title=switches.panel_title(rows[0], layout),
-    )
+    ]
+    title = switches.panel_title(rows[0], layout)
+    return theme.panel(layers, y, components, height, PANEL_WIDTH, title, layout)
 
 
 def _outcome(row: Row) -> str:
     if row["status"] != "ok":
         return row["status"]
-    return "not_counted" if row["counts"] is False else "not run"
+    return "not_counted" if row["valid"] is False else "not run"
 
 
 def _failures(rows: list[Row], ends_shown: list[str]) -> list[Row]:

@@ -1,8 +1,6 @@
-"""Answers the questions of every figure to the database: rows, which devices they come from, which
-variants exist.
-"""
+"""Asks the database for rows of the figures, their devices, and their variants."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import altair as alt
@@ -15,20 +13,20 @@ from tnp.store.schemas import ROLES
 Row = dict[str, Any]
 
 BASELINE_COLOR = "#6e7781"
-# One for each of PyTorch's variants and implementations: two in a panel are never the same.
+# PyTorch's variants and implementations. Two in a panel always differ.
 PYTORCH_COLORS = [
     "#0072B2", "#56B4E9", "#332288", "#44AA99", "#117733", "#88CCEE",
     "#7B6FD0", "#003F5C", "#8FBC5A", "#4B0082", "#00A6A6", "#A7B8E8",
 ]  # fmt: skip
 OWN_COLORS = ["#D55E00", "#E69F00", "#882255", "#CC79A7", "#AA4499", "#DDCC77"]
-# By role. There are two plain forms: a step's and attention's, and the other operators'.
+# Colours by role. Two plain forms share one: that of a step, and that of the operators.
 COLORS = {"baseline": [BASELINE_COLOR], "peer": PYTORCH_COLORS, "own": OWN_COLORS}
 
 
 def query(connection: duckdb.DuckDBPyConnection, sql: str, **parameters: object) -> list[Row]:
-    """Returns the result of `sql` as dictionaries of plain Python values; `$name` is a parameter.
+    """Returns the result of `sql` as dictionaries of Python values. `$name` is a parameter.
 
-    Names of variants, implementations and components are in a reader's words (`tnp.figures.words`).
+    Names of variants, implementations and components are replaced by titles (`tnp.figures.words`).
     """
     cursor = connection.execute(sql, parameters or None)
     names = [column[0] for column in cursor.description]
@@ -39,17 +37,15 @@ def query(connection: duckdb.DuckDBPyConnection, sql: str, **parameters: object)
 
 
 def drawing(rows: list[Row]) -> alt.Chart:
-    """Returns a chart of `rows`, which all have the first one's columns, still without a mark.
+    """Returns a chart of `rows` without a mark. All rows have the columns of the first.
 
-    Arrow, because Altair copies lists of dictionaries each time charts are put together.
+    It uses Arrow, because Altair copies lists of dictionaries each time charts are put together.
     """
     return alt.Chart(pa.Table.from_pylist(rows))
 
 
 def devices(connection: duckdb.DuckDBPyConnection, view: str) -> dict[str, Row]:
-    """Returns {slug: slug and name of each device with rows in `view`; GPUs first,
-    largest first.
-    """
+    """Returns {slug: slug and name} of devices with rows in `view`, GPUs first, largest first."""
     found = query(
         connection,
         f"""
@@ -62,11 +58,24 @@ def devices(connection: duckdb.DuckDBPyConnection, view: str) -> dict[str, Row]:
     return {row["device"]: row for row in found}
 
 
-def of_first(devices: dict[str, Row], rows: Sequence[Row]) -> tuple[list[Row], str]:
-    """Returns the rows of the first device that has any, and its name; else no rows and ""."""
-    for slug, device in devices.items():
-        if found := [row for row in rows if row["device"] == slug]:
-            return found, device["name"]
+def grouped(rows: Iterable[Row], *columns: str) -> list[list[Row]]:
+    """Returns the rows of each combination of values of `columns`, in the order of the rows."""
+    found: dict[tuple, list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in columns), []).append(row)
+    return list(found.values())
+
+
+def by_device(devices: dict[str, Row], rows: Iterable[Row]) -> list[tuple[Row, list[Row]]]:
+    """Returns each device that has rows, with its rows, in the order of `devices`."""
+    of_device = {own[0]["device"]: own for own in grouped(rows, "device")}
+    return [(device, of_device[slug]) for slug, device in devices.items() if slug in of_device]
+
+
+def of_first(devices: dict[str, Row], rows: Iterable[Row]) -> tuple[list[Row], str]:
+    """Returns the rows of the first device that has any, and its name; [] and "" without rows."""
+    for device, own in by_device(devices, rows):
+        return own, device["name"]
     return [], ""
 
 
@@ -74,12 +83,12 @@ def recorded(
     connection: duckdb.DuckDBPyConnection,
     view: str,
     device: Row,
-    questions: Sequence[str] | None = None,
+    keys: Sequence[str] | None = None,
 ) -> str:
-    """Returns when the rows behind `view` were measured on `device`, those of `questions` or all.
+    """Returns when the rows behind `view` were measured on `device`, all or those of `questions`.
 
-    "recorded 2026-02-01", "recorded 2026-02-01 to 2026-03-01", "this machine, 2026-02-01", or both
-    kinds; "" where nobody knows.
+    Examples: "recorded 2026-02-01", "recorded 2026-02-01 to 2026-03-01", "this machine,
+    2026-02-01", or both kinds. The result is "" if no row tells.
     """
     rows = query(
         connection,
@@ -89,13 +98,13 @@ def recorded(
         where
             view_name = $view
             and device = $device
-            and ($questions is null or list_contains($questions, question))
+            and ($keys is null or list_contains($keys, comparison_key))
         group by origin
         order by origin
         """,
         view=view,
         device=device["device"],
-        questions=questions,
+        keys=keys,
     )
     return "; ".join(
         ("recorded " if row["origin"] == "recorded" else "this machine, ")
@@ -105,15 +114,14 @@ def recorded(
 
 
 def joined(said: Sequence[str]) -> str:
-    """Returns how something was measured, in one line."""
+    """Joins texts about a measurement in one line."""
     return " · ".join(filter(None, said))
 
 
 def roles(connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
-    """Returns {variant or implementation with rows: role}: "baseline" first, then "peer", then
-    "own".
+    """Returns {variant or implementation with rows: role}, "baseline" first, then "peer", "own".
 
-    A variant that was only trained has no role in its rows: it counts as our own.
+    A variant that was only trained has no role in its rows: it counts as ours.
     """
     found = query(
         connection,
@@ -141,12 +149,12 @@ def roles(connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
 
 
 def variants(connection: duckdb.DuckDBPyConnection) -> list[str]:
-    """Variants and implementations with rows, in the order of their roles."""
+    """Returns variants and implementations with rows, in the order of their roles."""
     return list(roles(connection))
 
 
 def variant_colors(connection: duckdb.DuckDBPyConnection) -> alt.Scale:
-    """Returns one colour per variant, the same in every figure drawn from the same database."""
+    """Returns a colour for each variant, the same in all figures of one database."""
     names = roles(connection)
     colors = {}
     for role, of_role in COLORS.items():
@@ -156,7 +164,7 @@ def variant_colors(connection: duckdb.DuckDBPyConnection) -> alt.Scale:
 
 
 def steps_measured(connection: duckdb.DuckDBPyConnection, view: str, device: Row) -> str:
-    """When, in which dtypes and how often the steps of `view` were timed on `device`."""
+    """Returns when, in which dtypes and how often steps of `view` were timed on `device`."""
     (row,) = query(
         connection,
         """

@@ -1,7 +1,7 @@
-"""Draws the chart of README: training speed of plain PyTorch, of PyTorch at its best, and of ours.
+"""Draws README's chart: training speed of plain PyTorch, of PyTorch at its best, and of ours.
 
-Reads the view `speedup`. Three bars a shape, on the first device that has rows with evidence. It
-stands on light pages and on dark ones: no background, text in a grey between the two.
+Reads the view `speedup`. Each shape has three bars, on the first device with evidence. The chart
+has no background and grey text, so that it suits light and dark pages.
 """
 
 import altair as alt
@@ -12,83 +12,76 @@ from tnp.figures.data import Row
 from tnp.figures.layout import SCREEN
 from tnp.figures.words import words
 
-WIDTH = 545  # px of the bars; with labels and padding some 800, GitHub's width
+WIDTH = 545  # px of the bars; with labels and padding about 800, GitHub's width
 BAR_HEIGHT = 18  # px
 SHAPES = 5  # at most
 GREY = "#757b82"  # 4.2 : 1 on white and 4.5 : 1 on GitHub's dark page
 LABEL_ROOM = 1.35  # of the longest bar, for the text right of it
 
-# Role → what its bar is called, and its colour.
+# Role → name and colour of its bar.
 BARS = {
     "baseline": (words("sdpa_flash"), "#8c959f"),
     "peer": (words("pytorch_best"), "#2f81c7"),
     "own": (words("fused"), "#d9661f"),
 }
 
-# Of ours the one that `leads`, of the other roles the fastest; with evidence, or without where none
-# has any. The specification's step has no switches. What is known not to count is left out, and so
-# are streams of tasks whose sizes vary: tables of their own compare them.
+# Selects our step that `leads`, and the fastest of the other roles, with evidence if there is any.
+# The specification's step has no switches. Invalid steps are left out, and streams of tasks whose
+# sizes vary, which have their own tables.
 QUERY = """
     select *
     from speedup
     where
         device = $device
         and speedup is not null
-        and counts is distinct from false
+        and valid is distinct from false
         and not coalesce(varies, false)
         and (role != 'baseline' or not (checkpoint or cuda_graph))
     qualify row_number() over (
-        partition by shape, role order by counts desc nulls last, leads desc, step_ms
+        partition by shape, role order by valid desc nulls last, leads desc, step_ms
     ) = 1
     order by n_context, n_target, batch desc, role
 """
 
-# A step of ours that counts has no bar where the plain step beside it does not.
+# A valid step of ours has no bar if the plain step beside it is not valid.
 LEFT_OUT = """
     select distinct shape, why_no_speedup
     from speedup
     where
         device = $device
         and role = 'own'
-        and counts
+        and valid
         and speedup is null
         and not coalesce(varies, false)
     order by shape
 """
 
-DEVICES_WITH_EVIDENCE = "select distinct device from speedup where counts and speedup is not null"
+DEVICES_WITH_EVIDENCE = "select distinct device from speedup where valid and speedup is not null"
 
 
 def draw(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
-    """Draws horizontal bars from zero with their 95 % intervals, 800 px wide, without a
-    background.
-    """
+    """Draws horizontal bars from zero with 95 % intervals, 800 px wide, without a background."""
     devices = data.devices(connection, "speedup")
     proven = {row["device"] for row in data.query(connection, DEVICES_WITH_EVIDENCE)}
     for slug in sorted(devices, key=lambda slug: slug not in proven):  # stable
         shapes = _shapes(data.query(connection, QUERY, device=slug))
         if shapes:
-            questions = [row["question"] for of_shape in shapes for row in of_shape]
-            when = data.recorded(connection, "speedup", devices[slug], questions)
+            keys = [row["comparison_key"] for of_shape in shapes for row in of_shape]
+            when = data.recorded(connection, "speedup", devices[slug], keys)
             left_out = data.query(connection, LEFT_OUT, device=slug)
             return _chart(shapes, devices[slug]["name"], when, left_out)
     return theme.no_rows("no training step has been timed", "snakemake --cores 1 all", SCREEN)
 
 
 def _shapes(rows: list[Row]) -> list[list[Row]]:
-    """Returns the rows of each shape that has all three bars, those with evidence first in the
-    choice.
-    """
-    by_shape: dict[str, list[Row]] = {}
-    for row in rows:
-        by_shape.setdefault(row["shape"], []).append(row)
-    whole = [of_shape for of_shape in by_shape.values() if len(of_shape) == len(BARS)]
-    chosen = sorted(whole, key=lambda of_shape: not all(row["counts"] for row in of_shape))
+    """Returns the rows of shapes that have all three bars. Shapes with evidence are preferred."""
+    whole = [of_shape for of_shape in data.grouped(rows, "shape") if len(of_shape) == len(BARS)]
+    chosen = sorted(whole, key=lambda of_shape: not all(row["valid"] for row in of_shape))
     return [of_shape for of_shape in whole if of_shape in chosen[:SHAPES]]
 
 
 def finding(shapes: list[list[Row]], device: str) -> str:
-    """Says by how much ours is faster than PyTorch's best, if it is at every shape drawn."""
+    """Says how much faster ours is than PyTorch's best, if it is at every shape drawn."""
     own = [row for of_shape in shapes for row in of_shape if row["role"] == "own"]
     if all(row["verdict_best"] == "faster" for row in own):
         ratios = [row["speedup_best"] for row in own]
@@ -119,17 +112,17 @@ def _chart(
         x=alt.X("low:Q", scale=scale, axis=None), x2="speedup_high:Q"
     )
     text = base.encode(x=alt.X("speedup_high:Q", scale=scale, axis=None), text="text:N")
-    hollow = any(not bar["counts"] for bar in bars)
+    hollow = any(not bar["valid"] for bar in bars)
     apart = any(
-        bar["counts"] and bar["low"] is None and bar["bar"] != BARS["baseline"][0] for bar in bars
+        bar["valid"] and bar["low"] is None and bar["bar"] != BARS["baseline"][0] for bar in bars
     )
     heading = alt.Title(
         finding(shapes, device),
         subtitle=[
             f"Speed of a training step as a multiple of plain PyTorch's; "
             f"{', '.join(filter(None, [_dtypes(bars), when]))}.",
-            "PyTorch's best: compiled, with every saving that PyTorch can have. Ours: our kernels.",
-            "Whiskers: 95% interval, of ours against PyTorch's best."
+            "PyTorch's best: compiled, with every saving that PyTorch offers. Ours: our kernels.",
+            "Whiskers: 95% interval; for ours, that against PyTorch's best."
             + (" Without: not timed beside plain PyTorch." if apart else "")
             + (f" Hollow: {theme.WITHOUT_EVIDENCE}." if hollow else ""),
             *(f"Not drawn: {row['shape']}, since {row['why_no_speedup']}." for row in left_out),
@@ -137,7 +130,7 @@ def _chart(
     )
     chart = alt.layer(
         *theme.filled_or_hollow(base.encode(x=x, color=color), "bar", height=BAR_HEIGHT),
-        # Dark on light: one of the two is seen on any page.
+        # A dark line on a light one: any page shows one of the two.
         measured.mark_rule(color="white", strokeWidth=9),
         measured.mark_rule(color=theme.INK, strokeWidth=5),
         text.mark_text(align="left", dx=8, fontSize=14, fontWeight=600, color=GREY),
@@ -164,7 +157,7 @@ def _bar(row: Row) -> Row:
         "speedup": row["speedup"],
         "low": low,
         "speedup_high": high or row["speedup"],
-        "counts": row["counts"] is True,
+        "valid": row["valid"] is True,
         "dtype": row["dtype"],
         "text": f"{theme.times(row['speedup'])}  ({theme.duration(row['step_ms'])})",
     }

@@ -1,9 +1,9 @@
-"""Draws the host time of whole training steps and eager calls, beside PyTorch's own.
+"""Shows the host's time of whole training steps and of eager calls, beside PyTorch's.
 
-Reads the views `step_host` and `host`. One panel per device, processor and shape, with a bar of the
-host's time and a tick of the time in a loop for each form of a step. Then one panel per device,
-operator and problem, one bar per implementation and kind of call, in microseconds of the host's
-time while the device waits.
+Reads the views `step_host` and `host`. A panel for each device, processor and shape has a line for
+each form of a step: a bar of the host's time, and a tick of the time in a loop. A panel for each
+device, operator and problem has a bar for each implementation and kind of call. It is in µs of the
+host's time while the device waits.
 """
 
 import json
@@ -29,14 +29,14 @@ PASSES = {
 }
 
 STEPS_EXPLAINED = [
-    "Training steps: the bar is the host's time, from the call until it returns on an idle device, "
-    "and in brackets how many times that of PyTorch's fastest form without a CUDA graph. The tick "
-    "is the time of a step in a loop, of the device or the host, whichever takes longer.",
+    "Training steps: the bar is the host's time, from the call until it returns on an idle device. "
+    "In brackets: that time divided by that of PyTorch's fastest form without a CUDA graph. The "
+    "tick is the time of a step in a loop: the device's or the host's, whichever is longer.",
 ]
 CALLS_EXPLAINED = [
-    "Calls: the host's time for one call, launched asynchronously at sizes where the device waits; "
-    "no CUDA graph. “One of many” is the slope between a chain of calls and a single one: the way "
-    "to autograd's own thread and back is paid once a chain.",
+    "Calls: the host's time for one call, at sizes where the device waits for the host, without a "
+    "CUDA graph. “One of many” is the slope between a chain of calls and a single call: a chain "
+    "goes to autograd's thread and back only once.",
 ]
 STEP_TOOLTIP = [
     alt.Tooltip("line:N", title="step"),
@@ -65,7 +65,7 @@ DEVICES = "(select device from step_host union select device from host where wit
 
 
 def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:
-    """Milliseconds a step and microseconds a call, and how many times PyTorch's."""
+    """Draws ms of a step, µs of a call, and both as multiples of PyTorch's."""
     steps, calls = data.query(connection, STEPS), data.query(connection, QUERY)
     if not steps and not calls:
         return theme.no_rows(
@@ -79,13 +79,14 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
     colors = data.variant_colors(connection)
     blocks = []
     for slug, device in data.devices(connection, DEVICES).items():
-        for rows, view, panels_of, what in (
-            (steps, "step_host", _step_panels, "training steps"),
-            (calls, "host", _call_panels, "single calls of operators"),
+        for rows, view, panel, place, what in (
+            (steps, "step_host", _step_panel, ("processor", "shape"), "training steps"),
+            (calls, "host", _call_panel, ("op", "problem"), "single calls of operators"),
         ):
             of_device = [row for row in rows if row["device"] == slug]
             if of_device:
-                panels = panels_of(of_device, labels, colors, layout)
+                of_panels = data.grouped(of_device, *place)
+                panels = [panel(of_panel, labels, colors, layout) for of_panel in of_panels]
                 runs = max(row["n_runs"] for row in of_device)
                 noun = "process" if runs == 1 else "processes"
                 said = [data.recorded(connection, view, device), f"{runs} {noun} a panel"]
@@ -94,15 +95,15 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
     subtitle = [
         *(STEPS_EXPLAINED if steps else []),
         *(CALLS_EXPLAINED if calls else []),
-        "All that a panel shows took turns in one process.",
+        "All steps or calls of a panel took turns in one process.",
     ]
     return theme.page(theme.stacked(blocks), finding(steps, calls), subtitle, layout)
 
 
 def finding(steps: list[Row], calls: list[Row]) -> str:
-    """Returns the cost of our fastest launched step beside PyTorch's, at the first shape.
+    """Compares the host's time of our fastest launched step with PyTorch's, at the first shape.
 
-    Without such a step, the range of what single calls take.
+    Without such a step, it gives the range of the ratios of single calls.
     """
     launched = [row for row in steps if row["role"] == OWN and row["over_pytorch"] is not None]
     launched = [row for row in launched if not row["cuda_graph"]]
@@ -119,25 +120,11 @@ def finding(steps: list[Row], calls: list[Row]) -> str:
         return said
     ratios = [row["times_base"] for row in calls if row["own"] and row["times_base"] is not None]
     if not ratios:
-        return "What steps and eager calls cost the host"
+        return "Host time of steps and eager calls"
     return (
-        f"An eager call of ours takes the host {min(ratios):.2f} to {max(ratios):.2f} times what "
-        "PyTorch's takes"
+        f"An eager call of ours takes {min(ratios):.2f} to {max(ratios):.2f} times as much host "
+        "time as PyTorch's"
     )
-
-
-def _step_panels(
-    rows: list[Row], labels: list[str], colors: alt.Scale, layout: Layout
-) -> list[alt.TopLevelMixin]:
-    """Returns a panel for each processor and shape, with a line for each form of a step."""
-    places = dict.fromkeys((row["processor"], row["shape"]) for row in rows)
-    return [
-        _step_panel(
-            [row for row in rows if (row["processor"], row["shape"]) == place],
-            labels, colors, layout,
-        )
-        for place in places
-    ]  # fmt: skip
 
 
 def _step_panel(
@@ -169,15 +156,12 @@ def _step_panel(
         numbers = base.encode(x=alt.X("longest:Q", **x), text="label:N")
         layers += [bars, ticks.encode(x=alt.X("step_ms:Q", **x)), *theme.text(numbers, dx=6)]
     notes = [", ".join(filter(None, [first["dtype"], _processor(first)]))]
-    return alt.layer(*layers, *theme.names("line:N", lines, y, BAR_HEIGHT, layout)).properties(
-        width=layout.width(PANEL_WIDTH),
-        height=layout.height(len(lines), BAR_HEIGHT),
-        title=switches.panel_title(first, layout, notes),
-    )
+    title = switches.panel_title(first, layout, notes)
+    return theme.panel(layers, y, lines, BAR_HEIGHT, PANEL_WIDTH, title, layout)
 
 
 def _step_label(row: Row) -> str:
-    """Returns "host 28.1 ms (2.20×), loop 28.3 ms". The factor is ours over PyTorch's host time."""
+    """Returns "host 28.1 ms (2.20×), loop 28.3 ms": the factor is over PyTorch's host time."""
     times = f" ({theme.times(row['over_pytorch'])})" if row["over_pytorch"] is not None else ""
     own = times if row["role"] == OWN and not row["cuda_graph"] else ""
     host, step = theme.duration(row["host_ms"]), theme.duration(row["step_ms"])
@@ -185,28 +169,18 @@ def _step_label(row: Row) -> str:
 
 
 def _processor(row: Row) -> str:
-    """Returns the host's processor, and how much of it the process could use."""
+    """Returns the host's processor, and how many cores the process could use."""
     used = row["cpu_count"] if row["cpu_limit"] is None else min(row["cpu_count"], row["cpu_limit"])
     return "" if row["processor"] is None else f"host: {used:g} cores of {row['processor']}"
 
 
-def _call_panels(
+def _call_panel(
     rows: list[Row], labels: list[str], colors: alt.Scale, layout: Layout
-) -> list[alt.TopLevelMixin]:
-    """Returns a panel for each problem of an operator."""
+) -> alt.TopLevelMixin:
+    """Returns a bar for each implementation and kind of call of one problem."""
     for row in rows:
         ratio = "" if row["times_base"] is None else f" ({row['times_base']:.2f} of PyTorch's)"
         row["label"] = f"{theme.number(row['host_us'])} µs{ratio if row['own'] else ''}"
-    problems = dict.fromkeys((row["op"], row["problem"]) for row in rows)
-    return [
-        _panel([r for r in rows if (r["op"], r["problem"]) == problem], labels, colors, layout)
-        for problem in problems
-    ]
-
-
-def _panel(
-    rows: list[Row], labels: list[str], colors: alt.Scale, layout: Layout
-) -> alt.TopLevelMixin:
     order = list(PASSES)
     rows = sorted(rows, key=lambda row: (order.index(row["pass"]), row["own"]))
     lines = [row["line"] for row in rows]
@@ -229,16 +203,12 @@ def _panel(
     numbers = base.mark_text(align="left", dx=4, fontSize=11, color=theme.INK).encode(
         text="label:N"
     )
-    names = theme.names("line:N", lines, y, BAR_HEIGHT, layout)
-    return alt.layer(bars, numbers, *names).properties(
-        width=layout.width(PANEL_WIDTH),
-        height=layout.height(len(lines), BAR_HEIGHT),
-        title=layout.title(theme.sentence(rows[0]["op"]), [sizes(rows[0]["problem"])]),
-    )
+    title = layout.title(theme.sentence(rows[0]["op"]), [sizes(rows[0]["problem"])])
+    return theme.panel([bars, numbers], y, lines, BAR_HEIGHT, PANEL_WIDTH, title, layout)
 
 
 def sizes(problem: str) -> str:
-    """Returns a problem's JSON in words."""
+    """Describes a problem's JSON in words."""
     content = json.loads(problem)
     named = {**content["sizes"], **content.get("options", {})}
     return ", ".join(

@@ -1,5 +1,7 @@
-"""Describes the room that a chart has: a screen, where panels stand abreast and labels left of
-their lines, or a phone, where panels stand one below the other and labels above their lines.
+"""Describes the room of a chart: a screen or a phone.
+
+On a screen, panels stand side by side, with labels left of their lines. On a phone, panels stand
+one below another, with labels above their lines.
 """
 
 import textwrap
@@ -8,40 +10,41 @@ from dataclasses import dataclass
 
 import altair as alt
 
-PHONE_PANEL_WIDTH = 318  # px; with the ends of its axis some 340
+PHONE_PANEL_WIDTH = 318  # px; about 340 with the ends of its axis
 LABEL_CHARACTER_WIDTH = 6.8  # px, of an axis label
 LABEL_HEIGHT = 18  # px, of a label above its line
 NUMBERS_WIDTH = 50  # px, of the numbers of a y axis and its name
 CHARACTER_WIDTH = 0.49  # of the font size, on average
 
+# Panels have different lines. It is an argument of `concat`: Altair's methods copy all panels.
+OWN_LINES = alt.Resolve(scale=alt.ScaleResolveMap(yOffset="independent"))
+
 
 @dataclass(frozen=True)
 class Layout:
-    """Holds what differs between a chart for a screen and one for a phone."""
+    """Holds the difference between a chart for a screen and one for a phone."""
 
     narrow: bool
 
     def width(self, wide: int) -> int:
-        """Pixels of a panel that is `wide` on a screen."""
+        """Returns the px of a panel that has `wide` px on a screen."""
         return PHONE_PANEL_WIDTH if self.narrow else wide
 
     def plot_width(self, wide: int) -> int:
-        """Pixels of a panel with numbers on its y axis, which on a phone have to fit too."""
+        """Returns the px of a panel that also has numbers on its y axis."""
         return self.width(wide) - (NUMBERS_WIDTH if self.narrow else 0)
 
     @property
     def side(self) -> str:
-        """Returns the side of the numbers of a y axis: on a phone all plots start at its
-        left edge.
-        """
+        """Returns the side of a y axis's numbers. On a phone all plots start at its left edge."""
         return "right" if self.narrow else "left"
 
     def columns(self, wide: int) -> int:
-        """Panels abreast, of which a screen has room for `wide`."""
+        """Returns the number of panels side by side, `wide` on a screen."""
         return 1 if self.narrow else wide
 
     def height(self, lines: int, marks: int) -> int:
-        """Pixels of a panel of `lines`, each with marks as high as `marks`."""
+        """Returns the px of a panel of `lines` with marks as high as `marks`."""
         return lines * self._step(marks)
 
     def line(self, field: str, names: Sequence[str], labels: Sequence[str], marks: int) -> alt.Y:
@@ -74,9 +77,7 @@ class Layout:
     def block(
         self, panels: Sequence[alt.TopLevelMixin], title: str, note: str, columns: int
     ) -> alt.ConcatChart:
-        """Returns the panels of one device, `columns` abreast, under its name and how it was
-        measured.
-        """
+        """Returns a device's panels, `columns` side by side, under its name and a note."""
         heading = alt.Title(
             self.wrapped([title], 16, 140),
             subtitle=self.wrapped([note], 12, 180),
@@ -86,22 +87,22 @@ class Layout:
             subtitlePadding=4,
             offset=14,
         )
-        block = alt.concat(
+        return alt.concat(
             *panels,
             columns=self.columns(columns),
             title=heading,
             spacing={"column": 28, "row": 30},
             align="none" if self.narrow else "each",
+            resolve=OWN_LINES,
         )
-        return block.resolve_scale(yOffset="independent")  # each panel has lines of its own
 
     def wrapped(self, texts: Sequence[str], font_size: int, wide: int) -> list[str]:
-        """Returns each of `texts` on lines of its own, none longer than there is room for."""
+        """Returns `texts` in lines that fit the room. Each text starts a line."""
         most = int(PHONE_PANEL_WIDTH / (CHARACTER_WIDTH * font_size)) if self.narrow else wide
         return [line for text in texts for line in textwrap.wrap(text, most)]
 
     def _step(self, marks: int) -> int:
-        """Pixels from line to line."""
+        """Returns the px from line to line."""
         return marks + (LABEL_HEIGHT if self.narrow else 4)
 
 

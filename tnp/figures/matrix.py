@@ -1,7 +1,7 @@
 """Shows every configuration in tables: speedup, time and memory, by checkpointing and CUDA graph.
 
-Reads the view `matrix`. One table per device and shape: a line per variant, a column per
-combination of switches, a cell of speedup over step time and peak memory.
+Reads the view `matrix`. A table for each device and shape has a line for each variant, and a column
+for each combination of switches. A cell has the speedup over step time and peak memory.
 """
 
 import math
@@ -17,7 +17,7 @@ from tnp.figures.words import words
 
 TOOLTIP = ["variant:N", "switch:N", "evidence:N", "large:N", "small:N"]
 CELL_WIDTH, CELL_HEIGHT = 145, 40  # px
-PHONE_CELL_WIDTH = 79  # px, of four abreast; a cell has time and memory on lines of their own
+PHONE_CELL_WIDTH = 79  # px, four side by side; time and memory have separate lines
 PHONE_CELL_HEIGHT, PHONE_CHARACTERS = 54, 12  # px and on a line
 COLUMNS = 1  # tables abreast
 COLORS = ["#b58cc4", "#f6f5f6", "#5fb76b"]  # slower, as fast, faster: black text reads on all
@@ -28,15 +28,13 @@ COMBINATIONS = dict(
     zip(("plain", "checkpoint", "cuda_graph", "checkpoint_cuda_graph"), switches.NAMES, strict=True)
 )
 
-VALUES = ("step_ms", "speedup", "status", "counts", "fastest", "why_no_speedup")
+VALUES = ("step_ms", "speedup", "status", "valid", "fastest", "winner", "why_no_speedup")
 
-QUERY = """
-    select * from matrix order by n_context, n_target, batch desc, shape, variant
-"""
+QUERY = "select * from matrix order by n_context, n_target, batch desc, shape, variant"
 
 
 def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:
-    """Tables coloured by log₂ of the speedup; grey cells say why there is no number."""
+    """Draws tables coloured by log₂ of the speedup. Grey cells say why there is no number."""
     rows = data.query(connection, QUERY)
     if not rows:
         return theme.no_rows("no training step has been timed", "snakemake --cores 1 all", layout)
@@ -45,33 +43,30 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
     cells = [cell for row in rows for cell in _cells(row)]
     octaves = max([1, *(math.ceil(abs(cell["log2_speedup"] or 0)) for cell in cells)])
     blocks = []
-    for slug, device in devices.items():
+    for device, of_device in data.by_device(devices, cells):
         measured = data.steps_measured(connection, "matrix", device)
-        of_device = [cell for cell in cells if cell["device"] == slug]
-        panels = [
-            _table(of_shape, variants, octaves, layout) for of_shape in switches.panels(of_device)
-        ]
+        of_shapes = data.grouped(of_device, "shape")
+        panels = [_table(of_shape, variants, octaves, layout) for of_shape in of_shapes]
         blocks.append(layout.block(panels, device["name"], measured, COLUMNS))
     subtitle = [
         f"Large: speedup of the training step against {words('sdpa_flash')} at the same "
         "shape. Small: median step time and peak memory. Green is faster, purple slower. Empty: "
-        "nothing was run. Grey has no speedup: it failed, does not count, or is not compared with "
+        "nothing was run. Grey has no speedup: it failed, is not valid, or is not compared with "
         "a plain step.",
-        f"Coloured at the edge alone: {theme.WITHOUT_EVIDENCE}. Outlined: the fastest with "
-        "evidence, and all within 1% of it. No error bars in a table: the figure speedup has the "
-        "intervals.",
+        f"Only the edge is coloured: {theme.WITHOUT_EVIDENCE}. Outlined: the fastest with "
+        "evidence, and all within 1% of it. The figure speedup has the intervals.",
     ]
     return theme.page(theme.stacked(blocks), finding(cells, devices), subtitle, layout)
 
 
 def finding(cells: list[Row], devices: dict[str, Row]) -> str:
-    """Returns the fastest variants at each shape, on the first device that timed anything."""
+    """Returns the fastest variants of each shape, the winner first, on the first device."""
     fastest, device = data.of_first(devices, [cell for cell in cells if cell["fastest"]])
     if not fastest:
         return "No configuration could be timed yet"
     shapes: dict[tuple[str, ...], list[str]] = {}
-    for of_shape in switches.panels(fastest):
-        of_shape.sort(key=lambda cell: cell["step_ms"])
+    for of_shape in data.grouped(fastest, "shape"):
+        of_shape.sort(key=lambda cell: (not cell["winner"], cell["variant"]))
         tied = tuple(dict.fromkeys(cell["variant"] for cell in of_shape))
         shapes.setdefault(tied, []).append(of_shape[0]["shape"])
     winners = [f"{theme.listed(tied)} at {theme.listed(names)}" for tied, names in shapes.items()]
@@ -80,7 +75,7 @@ def finding(cells: list[Row], devices: dict[str, Row]) -> str:
 
 
 def _cells(row: Row) -> list[Row]:
-    """Returns the wide row of the view as one cell per combination of switches."""
+    """Returns a cell for each combination of switches, from the view's wide row."""
     keys = ("device", "shape", "variant", "batch", "n_context", "n_target")
     cells = []
     for prefix, name in COMBINATIONS.items():
@@ -92,7 +87,7 @@ def _cells(row: Row) -> list[Row]:
             | {
                 "switch": name,
                 "log2_speedup": math.log2(speedup) if speedup else None,
-                "evidence": theme.evidence(values["counts"]),
+                "evidence": theme.evidence(values["valid"]),
                 "large": theme.times(speedup) if speedup else "",
                 "small": " · ".join(_small(values, memory)),
                 "lines": [
@@ -106,8 +101,8 @@ def _cells(row: Row) -> list[Row]:
 
 
 def _small(values: Row, memory: float | None) -> list[str]:
-    """Returns the text under a cell's speedup: time and memory, or why there are none."""
-    if values["counts"] is False and values["status"] == "ok":
+    """Returns the text under a cell's speedup: time and memory, or why there is none."""
+    if values["valid"] is False and values["status"] == "ok":
         return [theme.status_text("not_counted")]
     if values["step_ms"] is not None:
         time = theme.duration(values["step_ms"])
@@ -118,7 +113,7 @@ def _small(values: Row, memory: float | None) -> list[str]:
 def _table(
     cells: list[Row], variants: list[str], octaves: int, layout: Layout
 ) -> alt.TopLevelMixin:
-    """Lines and columns of the shape, without those where nothing was run."""
+    """Draws the shape's lines and columns, without those where nothing ran."""
     cells = [cell for cell in cells if cell["status"]]
     present = [name for name in variants if any(cell["variant"] == name for cell in cells)]
     combinations = [name for name in switches.NAMES if any(c["switch"] == name for c in cells)]
@@ -149,11 +144,11 @@ def _table(
         without.mark_rect(color=EMPTY, stroke="white", strokeWidth=2).encode(
             tooltip=["small:N", alt.Tooltip("why_no_speedup:N", title="why")]
         ),
-        base.transform_filter("datum.counts")
+        base.transform_filter("datum.valid")
         .mark_rect(stroke="white", strokeWidth=2)
         .encode(color=color, tooltip=TOOLTIP),
-        base.transform_filter("!datum.counts").mark_rect(fill="white").encode(tooltip=TOOLTIP),
-        base.transform_filter("!datum.counts")
+        base.transform_filter("!datum.valid").mark_rect(fill="white").encode(tooltip=TOOLTIP),
+        base.transform_filter("!datum.valid")
         .mark_rect(filled=False, strokeWidth=4, width=width - 8, height=height - 8)
         .encode(color=color, tooltip=TOOLTIP),
         data.drawing([cell for cell in cells if cell["fastest"]])
@@ -166,8 +161,7 @@ def _table(
         without.mark_text(
             dy=-10 if layout.narrow else 0, fontStyle="italic", **small | {"color": theme.MUTED}
         ).encode(text="lines:N" if layout.narrow else "small:N"),
-        *theme.names("variant:N", present, y, height, layout),
-    ).properties(
+        *theme.names(present, y, height, layout),
         width=width * len(combinations),
         height=layout.height(len(present), height),
         title=switches.panel_title(cells[0], layout),

@@ -1,7 +1,7 @@
 """Shows how much memory a training step needs at its peak, in each configuration.
 
-Reads the view `memory`. One panel per device and shape, one line per variant, on it a mark per
-combination of checkpointing and CUDA graph.
+Reads the view `memory`. A panel for each device and shape has a line for each variant, with a mark
+for each combination of checkpointing and CUDA graph.
 """
 
 import altair as alt
@@ -21,7 +21,7 @@ TOOLTIP = [
     alt.Tooltip("peak_memory_gib:Q", format=".4~r", title="peak, GiB"),
 ]
 
-# Without its optimizer a step is another configuration: a line of its own.
+# A step without its optimizer is another configuration, on another line.
 NO_OPTIMIZER = " (no optimizer)"
 QUERY = """
     select * from memory
@@ -30,7 +30,7 @@ QUERY = """
 
 
 def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:
-    """Bars of peak GiB from zero, numbered; configurations that failed say why in their place."""
+    """Draws bars of peak GiB from zero, with numbers. Failed configurations say why."""
     rows = [
         row
         | {"color": row["variant"]}
@@ -47,29 +47,26 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
     variants = [line for name in named for line in (name, name + NO_OPTIMIZER) if line in found]
     colors = data.variant_colors(connection)
     blocks = []
-    for slug, device in devices.items():
+    for device, of_device in data.by_device(devices, rows):
         measured = data.steps_measured(connection, "memory", device)
-        of_device = [row for row in rows if row["device"] == slug]
-        panels = [
-            _panel(of_shape, variants, colors, layout) for of_shape in switches.panels(of_device)
-        ]
+        of_shapes = data.grouped(of_device, "shape")
+        panels = [_panel(of_shape, variants, colors, layout) for of_shape in of_shapes]
         blocks.append(layout.block(panels, device["name"], measured, COLUMNS))
     subtitle = [
         "Peak memory of a training step in GiB (2³⁰ bytes), weights and optimizer state included: "
         "bytes in PyTorch's allocator on a GPU, resident bytes of the process on a CPU.",
-        "Left numbers: with checkpointing. Right numbers: without. A CUDA graph changes a tenth at "
-        "most, and its mark may hide that of the step without. At large our MLP computes its "
-        "hidden layer again without checkpointing too. No error bars: runs allocate alike. Each "
-        f"shape has its own scale. Hollow: {theme.WITHOUT_EVIDENCE}.",
+        "Left numbers: with checkpointing. Right numbers: without. A CUDA graph changes at most a "
+        "tenth, and its mark may hide the mark of the step without it. At large, our MLP "
+        "recomputes its hidden layer also without checkpointing. Runs allocate equally, so there "
+        f"are no error bars. Each shape has its own scale. Hollow: {theme.WITHOUT_EVIDENCE}.",
     ]
     return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle, layout)
 
 
 def finding(rows: list[Row], devices: dict[str, Row]) -> str:
-    """Returns what needs least of ours without checkpointing, beside plain PyTorch, at the largest
-    step.
+    """Compares our smallest step without checkpointing with plain PyTorch's, at its largest shape.
 
-    Or else what checkpointing saves there.
+    Without these two, it says how much checkpointing saves.
     """
     measured, device = data.of_first(devices, [row for row in rows if row["peak_memory_gib"]])
     if not measured:
@@ -122,25 +119,25 @@ def _panel(
         | {
             "switch": switches.name(row),
             "label": theme.number(row["peak_memory_gib"]),
-            # A row whose time does not count says as much of memory as one whose time does.
-            "counts": row["counts"] is not None,
+            # Memory is valid even if the row's time is not.
+            "valid": row["valid"] is not None,
         }
         for row in rows
         if row["peak_memory_gib"]
     ]
     present = {row["variant"] for row in rows}
     lines = [name for name in variants if name in present]
-    y, names = switches.lines(lines, variants, layout)
+    y = layout.line("variant:N", lines, variants, switches.MARK_HEIGHT)
     in_place, notes = switches.failures(rows, {row["variant"] for row in measured}, y)
     longest = max((row["peak_memory_gib"] for row in measured), default=1.0)
     scale = alt.Scale(domain=[0, longest * LABEL_ROOM], nice=False)
     x = alt.X("peak_memory_gib:Q", scale=scale, title="peak memory, GiB").axis(tickCount=4)
     color = alt.Color("color:N", scale=colors, legend=None)
-    # Of bars that overlap the longest is seen, of equal marks the last.
-    bars = data.drawing(_most(measured, "variant")).encode(x=x, color=color, **y)
-    marks = data.drawing(measured).encode(x=x, color=color, **y)
+    # The longest of overlapping bars is visible, and the last of equal marks.
+    bars = data.drawing(_most(measured, "variant")).encode(x=x, color=color, y=y)
+    marks = data.drawing(measured).encode(x=x, color=color, y=y)
     numbers = data.drawing(_most(measured, "variant", "checkpoint")).encode(
-        x=x, text="label:N", **y
+        x=x, text="label:N", y=y
     )
     layers = [
         bars.mark_bar(height=6, opacity=0.35),
@@ -153,17 +150,13 @@ def _panel(
         *theme.text(numbers.transform_filter("!datum.checkpoint"), dx=8),
         *theme.text(numbers.transform_filter("datum.checkpoint"), dx=-8, align="right"),
         *in_place,
-        *names,
     ]
-    return alt.layer(*layers).properties(
-        width=layout.width(PANEL_WIDTH),
-        height=layout.height(len(lines), switches.MARK_HEIGHT),
-        title=switches.panel_title(rows[0], layout, notes),
-    )
+    title = switches.panel_title(rows[0], layout, notes)
+    return theme.panel(layers, y, lines, switches.MARK_HEIGHT, PANEL_WIDTH, title, layout)
 
 
 def _most(rows: list[Row], *columns: str) -> list[Row]:
-    """Returns the row with most memory among those equal in `columns`."""
+    """Returns the row with most memory among rows that are equal in `columns`."""
     most: dict[tuple, Row] = {}
     for row in sorted(rows, key=lambda row: row["peak_memory_gib"]):
         most[tuple(row[column] for column in columns)] = row

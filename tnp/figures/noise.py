@@ -1,8 +1,8 @@
 """Shows how far two equal things differ, and how often they would wrongly be called different.
 
-Reads the views `equal_things` and `noise`. One panel per device, one line per operator's pass or
-size of a step, on it a mark per comparison of two copies of one implementation, or of two runs of
-one training step.
+Reads the views `equal_things` and `noise`. A panel for each device has a line for each operator's
+pass and size of a step. A mark compares two copies of one implementation, or two runs of one
+training step.
 """
 
 import altair as alt
@@ -14,8 +14,8 @@ from tnp.figures.layout import LABEL_HEIGHT, Layout
 
 PANEL_WIDTH = 640  # px
 MARK_HEIGHT = 16  # px
-MARGIN = 0.01  # what is within 1 % counts as the same
-RIGHT, WRONG = "#0072B2", "#D55E00"  # not told apart, as is right; called faster or slower
+MARGIN = 0.01  # times within 1 % are the same
+RIGHT, WRONG = "#0072B2", "#D55E00"  # called the same; called faster or slower
 
 QUERY = """
     select
@@ -52,7 +52,7 @@ TOOLTIP = [
 
 
 def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:
-    """Ratios of equal things around 1, and how far they lie from it."""
+    """Draws ratios of equal things around 1."""
     rows = data.query(connection, QUERY)
     if not rows:
         return theme.no_rows(
@@ -70,32 +70,28 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
     }
     bound = max(MARGIN, *(abs(row["ratio"] - 1) for row in rows))
     blocks = []
-    for slug, device in data.devices(connection, "equal_things").items():
-        of_device = [row for row in rows if row["device"] == slug]
+    for device, of_device in data.by_device(data.devices(connection, "equal_things"), rows):
         panel = _panel(of_device, spreads, bound, labels, layout)
         when = data.recorded(connection, "equal_things", device)
         said = data.joined([when, counted(of_device)])
         blocks.append(layout.block([panel], device["name"], said, 1))
     subtitle = [
         "Each mark compares two equal things: two copies of one implementation in a job, or two "
-        "runs of one training step. The true ratio is 1, and its 95% interval, which the tooltip "
-        "has, should contain 1 in at least 93% of the comparisons. Grey band: within 1% of 1. "
+        "runs of one training step. The true ratio is 1. The 95% intervals (in the tooltips) "
+        "should contain 1 in at least 93% of the comparisons. Grey band: within 1% of 1. "
         "Numbers: comparisons, and their root mean square distance from 1.",
-        "A tall orange mark was called faster or slower, which is wrong, and should be so for at "
-        "most 1% of them.",
+        "A tall orange mark was wrongly called faster or slower, as at most 1% should be.",
     ]
     return theme.page(theme.stacked(blocks), finding(rows), subtitle, layout)
 
 
 def finding(rows: list[Row]) -> str:
-    """Shares over all devices."""
+    """Gives the shares over all devices."""
     return f"Equal things compared: {counted(rows)}"
 
 
 def counted(rows: list[Row]) -> str:
-    """Returns how many comparisons there are, were called different, and have 1 in their
-    interval.
-    """
+    """Counts comparisons, those called different, and the intervals that contain 1."""
     n, wrong = len(rows), sum(row["wrong"] for row in rows)
     contain = sum(bool(row["contains_1"]) for row in rows)
     noun = "comparison" if n == 1 else "comparisons"
@@ -140,7 +136,7 @@ def _panel(
     shown = [{name: row[name] for name in columns} for row in rows]
     base = data.drawing(shown).encode(x=x, y=y, tooltip=TOOLTIP)
     band = data.drawing([{"from": 1 - MARGIN, "to": 1 + MARGIN}]).mark_rect(color=theme.RULE)
-    return alt.layer(
+    layers = [
         band.encode(x=alt.X("from:Q", scale=scale, axis=axis), x2="to:Q"),
         data.drawing([{"ratio": 1.0}]).mark_rule(color=theme.INK).encode(x=x),
         base.transform_filter("!datum.wrong").mark_tick(
@@ -154,10 +150,10 @@ def _panel(
             color=theme.MUTED,
             **at,
         ),
-        *theme.names("line:N", list(lines), y, MARK_HEIGHT, layout),
-    ).properties(width=width, height=layout.height(len(lines), MARK_HEIGHT))
+    ]
+    return theme.panel(layers, y, list(lines), MARK_HEIGHT, PANEL_WIDTH, None, layout)
 
 
 def _summary(comparisons: int, of_equals: float | None) -> str:
-    """Returns how many there are, and how far equal things lie apart if that is known."""
+    """Returns the number of comparisons, and the distance of equal things if known."""
     return f"{comparisons:,}" if of_equals is None else f"{comparisons:,}; {of_equals:.2%} apart"

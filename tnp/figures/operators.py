@@ -1,8 +1,8 @@
-"""Shows how each operator of ours compares with the fastest of everybody else's, size by size.
+"""Shows how each of our operators compares with the fastest other implementation, size by size.
 
-Reads the view `operator_speedup`. One panel per device, operator and study, one line per size, one
-mark per pass: of our implementations the fastest at that size. A study of many sizes is drawn as a
-distribution.
+Reads the view `operator_speedup`. A panel for each device, operator and study has a line for each
+size. A mark for each pass shows our fastest implementation at that size. A study of many sizes is
+drawn as a distribution.
 """
 
 import altair as alt
@@ -17,8 +17,8 @@ PEER_ROOM = 140  # px right of a panel, for the peers' names
 MARK_HEIGHT = 16  # px
 DISTRIBUTION_HEIGHT = 150  # px
 COLUMNS = 2  # panels abreast
-MOST_SHAPES = 32  # of a study that has a line for each
-EDGES = 0.25, 4.0  # ratios beyond are drawn at the edge; the tooltip has their number
+MOST_SHAPES = 32  # a study of more shapes is drawn as a distribution
+EDGES = 0.25, 4.0  # ratios beyond are drawn at the edge; the tooltip has the number
 COLORS = {"faster": "#D55E00", "slower": "#0072B2"}  # by verdict; any other is grey
 
 QUERY = """
@@ -69,7 +69,7 @@ TOOLTIP = [
 
 
 def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:
-    """Ratios of times with their intervals, 1× marked."""
+    """Draws ratios of times with their intervals, with a line at 1×."""
     rows = data.query(connection, QUERY, most=MOST_SHAPES)
     if not rows:
         return theme.no_rows(
@@ -84,38 +84,35 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
             row[name] = None if found is None else min(max(found, EDGES[0]), EDGES[1])
     labels = list(dict.fromkeys(row["line"] for row in rows if not row["distributed"]))
     blocks = []
-    for slug, device in data.devices(connection, "operator_speedup").items():
-        of_device = [row for row in rows if row["device"] == slug]
-        panels = []
-        for op, study in dict.fromkeys((row["op"], row["study"]) for row in of_device):
-            of_study = [row for row in of_device if (row["op"], row["study"]) == (op, study)]
-            if of_study[0]["distributed"]:
-                panels.append(_distribution(of_study, layout))
-            else:
-                panels.append(_panel(of_study, labels, layout))
-        if panels:
-            said = data.recorded(connection, "roofline", device)
-            blocks.append(layout.block(panels, device["name"], said, COLUMNS))
+    for device, of_device in data.by_device(data.devices(connection, "operator_speedup"), rows):
+        panels = [
+            _distribution(of_study, layout)
+            if of_study[0]["distributed"]
+            else _panel(of_study, labels, layout)
+            for of_study in data.grouped(of_device, "op", "study")
+        ]
+        said = data.recorded(connection, "roofline", device)
+        blocks.append(layout.block(panels, device["name"], said, COLUMNS))
     subtitle = [
-        "Time of the fastest implementation that is not ours ÷ time of our fastest, on the same "
-        "numbers, in turn in one process: right of the line ours is faster. Bars: 95% interval. "
-        "Below 0.25× and beyond 4× a mark stands at the edge. Beside each size: who is the fastest "
-        "of the others, forward.",
-        "Orange: called faster, blue: called slower, by more than 1% and allowing for how many are "
-        "compared. Grey: neither, or no evidence.",
+        "Time of the fastest other implementation ÷ time of our fastest, on the same numbers, in "
+        "turn in one process: right of the line ours is faster. Bars: 95% interval. Marks below "
+        "0.25× and beyond 4× stand at the edge. Beside each size: the fastest other "
+        "implementation, forward.",
+        "Orange: faster, blue: slower, by more than 1%, corrected for the number of comparisons. "
+        "Grey: neither, or no evidence.",
     ]
     return theme.page(theme.stacked(blocks), finding(rows), subtitle, layout)
 
 
 def finding(rows: list[Row]) -> str:
-    """Returns how many were called faster and slower, of those with a verdict."""
+    """Counts verdicts of faster and slower."""
     verdicts = [row["verdict"] for row in rows if row["verdict"] != "none"]
     if not verdicts:
-        return "Operators of ours beside the fastest of everybody else's"
+        return "Our operators beside the fastest other implementations"
     faster, slower = verdicts.count("faster"), verdicts.count("slower")
     return (
-        f"Of {len(verdicts):,} timings of ours beside the fastest of everybody else's, {faster:,} "
-        f"are faster and {slower:,} slower"
+        f"In {len(verdicts):,} comparisons with the fastest other implementation, ours is faster "
+        f"in {faster:,} and slower in {slower:,}"
     )
 
 
@@ -128,44 +125,35 @@ def _panel(rows: list[Row], labels: list[str], layout: Layout) -> alt.TopLevelMi
     )
     first = [row for row in rows if row["pass"] == "forward"]
     peers = data.drawing(first or rows).encode(y=y, text="best_peer_implementation:N")
-    width = layout.width(PANEL_WIDTH)
+    peers = peers.encode(x=alt.value(layout.width(PANEL_WIDTH)))
+    at = {"dx": 14, "limit": PEER_ROOM - 14}
     if layout.narrow:  # beside the line's name
         at = {"dy": -(MARK_HEIGHT + LABEL_HEIGHT) / 2, "align": "right"}
-        peers = peers.encode(x=alt.value(width))
-    else:
-        at = {"dx": 14, "limit": PEER_ROOM - 14}
-        peers = peers.encode(x=alt.value(width))
-    return alt.layer(
-        *_marks(base),
-        bars,
-        *theme.text(peers, color=theme.MUTED, **at),
-        *theme.names("line:N", lines, y, MARK_HEIGHT, layout),
-    ).properties(
-        width=width,
-        height=layout.height(len(lines), MARK_HEIGHT),
-        title=layout.title(theme.sentence(rows[0]["op"]), [f"study {rows[0]['study']}"]),
-    )
+    layers = [*_marks(base), bars, *theme.text(peers, color=theme.MUTED, **at)]
+    title = layout.title(theme.sentence(rows[0]["op"]), [f"study {rows[0]['study']}"])
+    return theme.panel(layers, y, lines, MARK_HEIGHT, PANEL_WIDTH, title, layout)
 
 
 def _distribution(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
     sizes = len({row["shape"] for row in rows})
     y = alt.Y("share_of_sizes:Q", title="share of sizes").scale(domain=[0, 1])
     base = data.drawing(rows).encode(y=y.axis(format="%", tickCount=5, orient=layout.side))
-    return alt.layer(*_marks(base)).properties(
+    return alt.layer(
+        *_marks(base),
         width=layout.plot_width(PANEL_WIDTH),
         height=DISTRIBUTION_HEIGHT,
         title=layout.title(
             f"{theme.sentence(rows[0]['op'])}, {sizes} sizes",
             [
                 f"study {rows[0]['study']}",
-                "A mark's height: the share of these sizes at which ours is at most as fast.",
+                "Height of a mark: the share of sizes whose ratio is at most that of the mark.",
             ],
         ),
     )
 
 
 def _marks(base: alt.Chart) -> list[alt.Chart]:
-    """Returns the line of equal speed, and on it a mark per row."""
+    """Returns the line of equal speed, and on it a mark for each row."""
     axis = alt.Axis(values=[0.25, 0.5, 1, 2, 4], labelExpr="datum.value + '×'", labelFlush=False)
     x = alt.X("shown:Q", scale=_scale(), title="times as fast", axis=axis)
     passes = alt.Scale(domain=["forward", "backward"], range=["circle", "square"])

@@ -1,4 +1,4 @@
-"""Writes HTML around the charts: read on a phone, in the dark and without a network."""
+"""Writes HTML around the charts, for phones, dark pages and readers without a network."""
 
 import functools
 import html
@@ -8,9 +8,9 @@ from typing import Any
 
 import vl_convert
 
-from tnp.figures.story import STORY
+from tnp.figures.story import FIGURES, STORY
 
-# Charts are drawn for light pages. In the dark they are inverted and their hues turned back.
+# Charts are drawn for light pages. Dark pages invert them and turn their hues back.
 STYLE = """
 body { margin: 0 auto; padding: 16px; background: white; color: #1f2328; max-width: 1248px;
        font-family: Helvetica, Arial, "Liberation Sans", sans-serif; line-height: 1.4 }
@@ -65,10 +65,9 @@ PAGE = """<!DOCTYPE html>
 
 
 def page(name: str, screen: dict[str, Any], phone: dict[str, Any]) -> str:
-    """Returns the page of figure `name`: its title and subtitle as text that wraps, under them the
-    chart.
+    """Returns the page of figure `name`: its title and subtitle as text that wraps, and the chart.
 
-    A browser draws the one of two specifications that its window has room for.
+    The browser draws the specification that fits its window.
     """
     heading = screen["title"]
     charts = {
@@ -89,15 +88,15 @@ def page(name: str, screen: dict[str, Any], phone: dict[str, Any]) -> str:
 
 
 def index(sentences: dict[str, str], findings: dict[str, str], drawn: Collection[str]) -> str:
-    """Returns a page that leads through the figures: what each found, and shows.
+    """Returns a page that leads through the figures, with a finding and a description of each.
 
-    Links lead to those `drawn`; of the others it says how to draw them.
+    It links to figures that are `drawn`, and says how to draw the others.
     """
     parts = ["<h1>Training Transformer Neural Processes: what was measured</h1>"]
     parts.append(
-        "<p>Each question is answered by figures, each figure by its title. “Plain PyTorch” is the "
-        "model as anybody would first write it, “PyTorch's best” has every saving that PyTorch can "
-        "have, “ours” runs this project's kernels. All figures are drawn from the rows in this "
+        "<p>Figures answer each question; a figure's title gives its answer. “Plain PyTorch” is "
+        "the model as one would first write it. “PyTorch's best” has every saving that PyTorch "
+        "offers. “Ours” runs this project's kernels. All figures are drawn from the rows in this "
         "repository and those of this machine.</p>"
     )
     for question, figures in STORY.items():
@@ -120,15 +119,14 @@ def _page(title: str, body: str) -> str:
 
 def _navigation(name: str) -> str:
     """Returns links to the index and to the next figure."""
-    names = [figure for figures in STORY.values() for figure in figures]
     links = '<a href="index.html">All figures</a>'
-    for following in names[names.index(name) + 1 :][:1]:
+    for following in FIGURES[FIGURES.index(name) + 1 :][:1]:
         links += f'<a href="{following}.html">Next: {following} →</a>'
     return f"<nav>{links}</nav>"
 
 
 def _untitled(specification: dict[str, Any]) -> dict[str, Any]:
-    """Removes the title, which is the page's, and the rows, which both specifications share."""
+    """Removes the title, which the page shows, and the rows, which both specifications share."""
     return {key: value for key, value in specification.items() if key not in ("title", "datasets")}
 
 

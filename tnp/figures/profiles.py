@@ -1,10 +1,8 @@
 """Shows what limits each kernel: its shares of the GPU's peaks, counted by Nsight Compute.
 
-Reads the view `profiled_passes`. One panel per device, operator and problem, one line per pass and
-implementation, and on it what its dominant kernel reaches of each peak.
+Reads the view `profiled_passes`. A panel for each device, operator and problem has a line for each
+pass and implementation, with the shares of its dominant kernel.
 """
-
-from itertools import groupby
 
 import altair as alt
 import duckdb
@@ -19,7 +17,7 @@ COLUMNS = 1
 LINE_HEIGHT = 18  # px
 TEXT_ROOM = 1.15  # of the axis, right of it
 
-# Column of the view → what its mark is called, the colour and the shape.
+# Column of the view → name, colour and shape of its mark.
 MEASURES = {
     "sm_percent": ("SM throughput", "#D55E00", "circle"),
     "dram_percent": ("DRAM throughput", "#0072B2", "diamond"),
@@ -44,7 +42,7 @@ TOOLTIP = [
 
 
 def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:
-    """Draws percent of each peak, a line per pass and implementation."""
+    """Draws percent of each peak, a line for each pass and implementation."""
     rows = data.query(connection, QUERY)
     if not rows:
         return theme.no_rows("no kernel was profiled", "snakemake --cores 1 profiles", layout)
@@ -52,23 +50,18 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
         row["line"] = f"{row['implementation']}: {row['pass']}"
     labels = list(dict.fromkeys(row["line"] for row in rows))
     blocks = []
-    for slug, device in data.devices(connection, "profiled_passes").items():
-        of_device = [row for row in rows if row["device"] == slug]
-        panels = [
-            _panel(list(of_problem), labels, layout)
-            for _, of_problem in groupby(
-                of_device, key=lambda row: (row["op"], row["shape"], row["problem"])
-            )
-        ]
+    for device, of_device in data.by_device(data.devices(connection, "profiled_passes"), rows):
+        problems = data.grouped(of_device, "op", "shape", "problem")
+        panels = [_panel(of_problem, labels, layout) for of_problem in problems]
         when = data.recorded(connection, "profiled_passes", device)
         blocks.append(layout.block(panels, device["name"], when, COLUMNS))
     subtitle = [
-        "Of the kernel of each pass that takes longest, in percent of what the device can do at "
-        "most. Occupancy: warps that were active, of those that an SM can hold. Each line has the "
-        "time of all kernels of its pass. What warps of the longest one wait for is in percent of "
-        "their time between two instructions; the tooltips have it too, and the kernel's name.",
-        "From Nsight Compute, which runs each kernel alone, several times, with cold caches and "
-        "the clocks as they are: these times are no benchmark.",
+        "Marks show the longest kernel of each pass, in percent of the device's peak. Occupancy: "
+        "active warps, in percent of those that an SM can hold. Each line has the time of all "
+        "kernels of its pass. It also says what warps of the longest kernel wait for, in percent "
+        "of their time between two instructions. The tooltips have the kernel's name.",
+        "Nsight Compute runs each kernel alone, several times, with cold caches and unlocked "
+        "clocks: these times are no benchmark.",
     ]
     return theme.page(theme.stacked(blocks), finding(rows), subtitle, layout)
 
@@ -87,7 +80,7 @@ def finding(rows: list[Row]) -> str:
 
 
 def _nearest(row: Row) -> tuple[str, float] | None:
-    """Returns the peak that a kernel comes nearest to, occupancy aside, and how near in percent."""
+    """Returns the peak nearest to being reached, without occupancy, and how near in percent."""
     found = {name: row[name] for name in MEASURES if row[name] and name != "occupancy_percent"}
     return max(found.items(), key=lambda one: one[1]) if found else None
 
@@ -114,17 +107,10 @@ def _panel(rows: list[Row], labels: list[str], layout: Layout) -> alt.TopLevelMi
         for row in rows
         if not _profiled(row)
     ]
-    return alt.layer(
-        *layers,
-        *(theme.in_place(failed, {"y": y}) if failed else []),
-        *theme.names("line:N", lines, y, LINE_HEIGHT, layout),
-    ).properties(
-        width=layout.width(PANEL_WIDTH),
-        height=layout.height(len(lines), LINE_HEIGHT),
-        title=layout.title(
-            f"{theme.sentence(first['op'])} at {first['shape']}", [sizes(first["problem"])], 120
-        ),
-    )
+    layers += theme.in_place(failed, {"y": y}) if failed else []
+    title = f"{theme.sentence(first['op'])} at {first['shape']}"
+    title = layout.title(title, [sizes(first["problem"])], 120)
+    return theme.panel(layers, y, lines, LINE_HEIGHT, PANEL_WIDTH, title, layout)
 
 
 def _points(marks: list[Row], x: alt.X, y: alt.Y) -> alt.Chart:
@@ -144,7 +130,7 @@ def _profiled(row: Row) -> bool:
 
 
 def _marks(row: Row) -> list[Row]:
-    """Returns a mark for each peak, with what its tooltip says."""
+    """Returns a mark for each peak, with the text of its tooltip."""
     about = {"line": row["line"], "kernel": row["kernel"]}
     about["dominant"] = "" if row["dominant_share"] is None else f"{row['dominant_share']:.0%}"
     about["room"] = f"{row['registers']} a thread, {(row['shared_bytes'] or 0) / 1000:.0f} kB"
@@ -157,7 +143,7 @@ def _marks(row: Row) -> list[Row]:
 
 
 def _said(row: Row, layout: Layout) -> str:
-    """Returns the time of a pass, and where there is room, what its warps wait for."""
+    """Returns the time of a pass and, if there is room, what its warps wait for."""
     kernels = f"{row['n_kernels']} kernel{'s' if row['n_kernels'] > 1 else ''}"
     time = "" if row["duration_us"] is None else f"{theme.number(row['duration_us'])} µs"
     said = [time] if layout.narrow else [f"{time}, {kernels}" if time else kernels, _waits(row)]
@@ -165,7 +151,7 @@ def _said(row: Row, layout: Layout) -> str:
 
 
 def _waits(row: Row) -> str:
-    """Returns the reasons to wait that take most; empty of quick sections."""
+    """Returns the main reasons to wait; "" for quick sections."""
     return ", ".join(
         f"{row[f'stall_{n}']} {row[f'stall_{n}_percent']:.0f}%"
         for n in (1, 2, 3)

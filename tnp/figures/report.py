@@ -23,7 +23,7 @@ import vl_convert
 
 from tnp.dispatch.registry import OWN, catalog
 from tnp.figures import headline
-from tnp.figures.story import STORY
+from tnp.figures.story import FIGURES
 from tnp.store.files import build_database
 from tnp.util.atomic_files import parquet_files
 
@@ -68,10 +68,7 @@ PAGE = """\
 
 
 def documents(connection: duckdb.DuckDBPyConnection) -> dict[Path, str]:
-    """Returns the text of every generated document, by its path.
-
-    Args:
-        connection: an open store.
+    """Returns the text of every generated document, by its path, from an open store.
 
     Raises ValueError for a block that names no query.
     """
@@ -108,7 +105,7 @@ def _heading(sql: str) -> str:
 
 
 def _link(topic: str, sections: list[str]) -> str:
-    """Returns a line of RESULTS.md that leads to a page and lists its sections."""
+    """Returns a line of RESULTS.md that links to a page and lists its sections."""
     titles = [section.partition("\n")[0].removeprefix("## ") for section in sections]
     return f"- [{PAGES}/{topic}.md]({PAGES}/{topic}.md): {'; '.join(titles)}\n"
 
@@ -131,8 +128,7 @@ def _operators() -> Table:
 
 def _figures() -> Table:
     """Returns a row for each figure, in the order of the index: its name, and what it shows."""
-    names = [name for group in STORY.values() for name in group]
-    return ["figure", "shows"], [(_code([one]), _summary(f"tnp.figures.{one}")) for one in names]
+    return ["figure", "shows"], [(_code([one]), _summary(f"tnp.figures.{one}")) for one in FIGURES]
 
 
 def _questions() -> Table:
@@ -174,7 +170,7 @@ def _markdown(names: list[str], rows: list[tuple]) -> str:
 
 
 def _short(names: list[str], rows: list[tuple]) -> str:
-    """Returns a Markdown table; one line below it says what columns of text say in every row."""
+    """Returns a Markdown table. A line below it says which text columns are equal in all rows."""
     shared = {
         i: rows[0][i]
         for i in range(len(names))
@@ -215,7 +211,7 @@ def _filled(path: Path, tables: dict[str, Table]) -> str:
 
 
 def main() -> None:
-    """Writes all documents, or with `--check` names those that differ from the recorded rows."""
+    """Writes all documents. With `--check`, names those that differ from the recorded rows."""
     parser = argparse.ArgumentParser(
         prog="python -m tnp.figures.report", description=__doc__.split("\n")[0]
     )
@@ -228,7 +224,7 @@ def main() -> None:
         build_database(parquet_files(RECORDED), VIEWS, database)
         with duckdb.connect(str(database), read_only=True) as connection:
             texts = documents(connection)
-            if not check:  # not compared: the places of letters depend on a machine's fonts
+            if not check:  # the chart is not compared: its letters depend on a machine's fonts
                 svg = vl_convert.vegalite_to_svg(headline.draw(connection).to_dict())
                 CHART.write_text(svg)
     stale = set(PAGES.glob("*.md")) - texts.keys()
@@ -243,7 +239,7 @@ def main() -> None:
             path.write_text(texts[path])
     elif differing or stale:
         names = " and ".join(map(str, [*differing, *sorted(stale)]))
-        sys.exit(f"not as the recorded rows say: {names}; run make report")
+        sys.exit(f"{names} differ from the recorded rows: run make report")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Shows how near each operator comes to the limits of its device.
 
-Reads the view `roofline`. Per device: TFLOP/s of the operator with most operations under the
-measured ceilings of matmul and memory copy; and of each operator the share of its roofline that was
-reached, a line per shape.
+Reads the view `roofline`. For the operator with most operations, panels show TFLOP/s under the
+measured ceilings of matmul and memory copy. For each operator, panels show the share of its
+roofline, a line for each shape.
 """
 
 import math
@@ -17,12 +17,12 @@ from tnp.figures.layout import LABEL_HEIGHT, Layout
 PANEL_WIDTH, PANEL_HEIGHT = 410, 260  # px
 MARK_HEIGHT = 16  # px
 LABEL_ROOM = 1.3  # of the roofline, right of it
-MOST_SHAPES = 32  # of an operator; of more, those of the neural process alone
-CLOSE_DECADES = 1.0  # of intensity: shapes nearer to each other would overprint
+MOST_SHAPES = 32  # an operator with more shows only those of the neural process
+CLOSE_DECADES = 1.0  # of intensity; labels that are nearer would overlap
 PASSES = ("forward", "backward")
 SHAPE_LABEL = {"fontSize": 11, "color": theme.MUTED}
 
-# What a mark stands for → its colour, shape and size.
+# Kind of a mark → its colour, shape and size.
 OURS, OTHER, ELSE = "ours, the fastest there", "the fastest of the others", "all else"
 MARKS = {
     OURS: ("#D55E00", "circle", 90),
@@ -55,7 +55,7 @@ TOOLTIP = [
 
 
 def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:
-    """Draws a log-log roofline of the first operator, then the shares of all, shape by shape."""
+    """Draws a log-log roofline of the first operator, then the shares of all operators by shape."""
     rows = data.query(connection, QUERY, most=MOST_SHAPES)
     if not rows:
         return theme.no_rows(
@@ -63,29 +63,28 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
         )
     devices = data.devices(connection, "roofline")
     blocks = []
-    for slug, device in devices.items():
-        of_device = [row for row in rows if row["device"] == slug]
-        for op in dict.fromkeys(row["op"] for row in of_device):
-            of_op = [row for row in of_device if row["op"] == op]
+    for device, of_device in data.by_device(devices, rows):
+        for of_op in data.grouped(of_device, "op"):
+            op = of_op[0]["op"]
             passes = [name for name in PASSES if any(row["pass"] == name for row in of_op)]
-            # Of this operator alone: with room for the longest of all two panels do not fit.
+            # Labels of this operator only: with room for the longest of all, two panels do not fit.
             labels = list(dict.fromkeys(row["shape"] for row in of_op))
             points = {name: _points(of_op, name) for name in passes}
-            # Where no operations are counted, on a log axis of them there is nothing to draw.
+            # An operator without counted operations has nothing on a log axis of operations.
             counted = op == of_device[0]["op"] and any(row["tflops"] for row in of_op)
             panels = [_roofline(points[name], name, layout) for name in passes if counted]
             panels += [_shares(of_op, points[name], name, labels, layout) for name in passes]
             title = f"{theme.sentence(op)} on {device['name']}"
             dtypes = ", ".join(sorted({row["dtype"] for row in of_op}))
-            questions = [row["question"] for row in of_op]
-            when = data.recorded(connection, "roofline", device, questions)
+            keys = [row["comparison_key"] for row in of_op]
+            when = data.recorded(connection, "roofline", device, keys)
             blocks.append(layout.block(panels, title, data.joined([when, dtypes]), len(passes)))
     subtitle = [
-        "The roofline is the most that the device can do: the rate of a large matmul or of a "
-        "memory copy, whichever binds, both measured on it; what hardly writes is held against a "
-        "sum that only reads, where that was measured. Medians "
-        "with cold caches; whiskers: the shortest and the longest run. Intensity: operations per "
-        "byte, where each operand passes through memory once.",
+        "The roofline is the limit of the device: the measured rate of a large matmul or of a "
+        "memory copy, whichever binds. Operators that write little are compared with a measured "
+        "sum, which only reads. Points are medians with cold caches; whiskers: the shortest and "
+        "the longest run. Intensity: operations per byte, if each operand passes through memory "
+        "once.",
         "“All else” are slower implementations, ours and others'; the tooltips name them. Hollow: "
         f"{theme.WITHOUT_EVIDENCE}.",
     ]
@@ -93,10 +92,10 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
 
 
 def finding(rows: list[Row], devices: dict[str, Row]) -> str:
-    """Names the operator of ours nearest to its roofline, and the best peer there: of the operator
-    that is drawn first, on the first device.
+    """Names our operator nearest to its roofline, and the best peer there.
 
-    A share above 1 says that the ceiling was measured too low, and nothing of the kernel.
+    It takes the operator that is drawn first, on the first device. A share above 1 only shows that
+    the ceiling was measured too low, so it is left out.
     """
     known = [row for row in rows if 0 < (row["share_of_roofline"] or 0) <= 1]
     timed, device = data.of_first(devices, known)
@@ -106,7 +105,7 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
     own = [row for row in timed if row["own"]]
     if not own:
         return _sentence(max(timed, key=lambda row: row["share_of_roofline"]), device)
-    best = max(own, key=lambda row: (bool(row["counts"]), row["share_of_roofline"]))
+    best = max(own, key=lambda row: (bool(row["valid"]), row["share_of_roofline"]))
     alike = [best[name] for name in ("op", "pass", "shape")]
     peers = [
         row
@@ -122,36 +121,31 @@ def _sentence(row: Row, device: str) -> str:
     return (
         f"{theme.sentence(row['op'])} {row['pass']} of {row['implementation']} reaches "
         f"{row['share_of_roofline']:.0%} of the {device} roofline at {row['shape']}"
-        f"{'' if row['counts'] else f' ({theme.WITHOUT_EVIDENCE})'}"
+        f"{'' if row['valid'] else f' ({theme.WITHOUT_EVIDENCE})'}"
     )
 
 
 def _outcome(row: Row) -> str:
-    """Returns the status, or "not_counted" of a timing that is known not to count."""
-    return "not_counted" if row["status"] == "ok" and row["counts"] is False else row["status"]
+    """Returns the status, or "not_counted" for a timing known to be invalid."""
+    return "not_counted" if row["status"] == "ok" and row["valid"] is False else row["status"]
 
 
 def _points(rows: list[Row], pass_: str) -> list[Row]:
-    """Returns the rows of one pass with a share, each with what its mark stands for; ours come
-    last.
-    """
+    """Returns the rows of one pass with a share and the kind of their mark. Ours come last."""
     points = []
     known = [row for row in rows if row["pass"] == pass_ and row["share_of_roofline"]]
-    for shape in dict.fromkeys(row["shape"] for row in known):
-        of_shape = sorted(
-            (row for row in known if row["shape"] == shape),
-            key=lambda row: (row["own"], bool(row["counts"]), row["share_of_roofline"]),
-        )
+    for of_shape in data.grouped(known, "shape"):
+        of_shape.sort(key=lambda row: (row["own"], bool(row["valid"]), row["share_of_roofline"]))
         best = {row["own"]: row for row in of_shape}  # the last of each kind
         for row in of_shape:
             kind = ELSE if row is not best[row["own"]] else OURS if row["own"] else OTHER
-            evidence = {"counts": row["counts"] is True, "evidence": theme.evidence(row["counts"])}
+            evidence = {"valid": row["valid"] is True, "evidence": theme.evidence(row["valid"])}
             points.append(row | evidence | {"kind": kind})
     return points
 
 
 def _rate(row: Row) -> str:
-    """Returns TFLOP/s, or GB/s where no operations are counted."""
+    """Returns TFLOP/s, or GB/s if no operations are counted."""
     if row["tflops"] is None:
         return f"{theme.number(row['gb_per_s'])} GB/s"
     return f"{theme.number(row['tflops'])} TFLOP/s"
@@ -186,7 +180,6 @@ def _roofline(points: list[Row], pass_: str, layout: Layout) -> alt.TopLevelMixi
             dx=10, dy=6, align="left", **SHAPE_LABEL
         ),
         *_marks(points, x=x, y=y),
-    ).properties(
         width=layout.plot_width(PANEL_WIDTH),
         height=PANEL_HEIGHT,
         title=layout.title(pass_),
@@ -194,7 +187,7 @@ def _roofline(points: list[Row], pass_: str, layout: Layout) -> alt.TopLevelMixi
 
 
 def _marks(points: list[Row], **position: alt.X | alt.Y) -> list[alt.Chart]:
-    """Encodes colour, shape and size by what a point stands for."""
+    """Encodes colour, shape and size by the kind of a point."""
     colors, shapes, sizes = zip(*MARKS.values(), strict=True)
     kinds = list(MARKS)
     base = data.drawing(points).encode(
@@ -208,10 +201,10 @@ def _marks(points: list[Row], **position: alt.X | alt.Y) -> list[alt.Chart]:
 
 
 def _roof(rows: list[Row]) -> list[Row]:
-    """Returns the roofline's corners, beyond the intensities of `rows` by a factor of two."""
+    """Returns the roofline's corners, twice beyond the intensities of `rows` on both sides."""
     if not rows:
         return []
-    # Of implementations in several number formats the lowest: the others' points lie above it.
+    # The lowest roof of several number formats: points of the others lie above it.
     compute = min(row["ceiling_tflops"] for row in rows)
     copy = min(row["ceiling_gb_per_s"] for row in rows)
     ridge = compute / copy * 1000
@@ -221,13 +214,13 @@ def _roof(rows: list[Row]) -> list[Row]:
 
 
 def _tooltip(rows: list[Row]) -> list[alt.Tooltip]:
-    """Leaves out what none of `rows` has: an operator that only moves bytes has no FLOP/s."""
+    """Leaves out columns that none of `rows` has: a copy has no FLOP/s."""
     empty = {name for row in rows[:1] for name in row if all(row[name] is None for row in rows)}
     return [shown for shown in TOOLTIP if shown.shorthand.split(":")[0] not in empty]
 
 
 def _shape_labels(points: list[Row]) -> list[Row]:
-    """Returns one label on the roofline per intensity: shapes that share one share the label."""
+    """Returns one label on the roofline for each intensity, with all its shapes."""
     columns: dict[float, list[Row]] = {}
     for point in points:
         columns.setdefault(round(math.log10(point["intensity"]), 1), []).append(point)
@@ -272,22 +265,14 @@ def _shares(
     else:
         at = {"dx": 8}
         texts = texts.encode(x=alt.X("share_high:Q", scale=scale, axis=axis))
-    return alt.layer(
-        data.drawing(best)
-        .mark_rule(strokeWidth=2, color=theme.MUTED)
-        .encode(x=low, x2="share_high:Q", y=y),
-        *_marks(points, x=x, y=y),
-        *theme.text(texts, **at),
-        *theme.names("shape:N", drawn, y, MARK_HEIGHT, layout),
-    ).properties(
-        width=layout.width(PANEL_WIDTH),
-        height=layout.height(len(drawn), MARK_HEIGHT),
-        title=title,
-    )
+    spans = data.drawing(best).mark_rule(strokeWidth=2, color=theme.MUTED)
+    spans = spans.encode(x=low, x2="share_high:Q", y=y)
+    layers = [spans, *_marks(points, x=x, y=y), *theme.text(texts, **at)]
+    return theme.panel(layers, y, drawn, MARK_HEIGHT, PANEL_WIDTH, title, layout)
 
 
 def _label(best: list[Row], shape: str, with_rate: bool) -> Row:
-    """Returns the rate of ours at `shape`, and of the fastest of the others."""
+    """Returns the rate of ours at `shape`, and of the fastest other."""
     said = {row["own"]: row for row in best if row["shape"] == shape}
     texts = []
     if ours := said.get(True):
@@ -300,7 +285,7 @@ def _label(best: list[Row], shape: str, with_rate: bool) -> Row:
 
 
 def _not_drawn(rows: list[Row], pass_: str) -> list[str]:
-    """Returns a sentence: what was tried without a valid time, and where."""
+    """Returns a sentence about implementations that were tried without a valid time."""
     shapes: dict[str, list[str]] = {}
     of_pass = [row for row in rows if row["pass"] == pass_]
     for row in of_pass:

@@ -1,7 +1,7 @@
 """Shows how much faster each configuration trains than plain PyTorch, and than PyTorch at its best.
 
-Reads the view `speedup`. One panel per device and shape, one line per variant, on it a mark per
-combination of checkpointing and CUDA graph, the fastest in full.
+Reads the view `speedup`. A panel for each device and shape has a line for each variant, with a mark
+for each combination of checkpointing and CUDA graph. The fastest mark is labelled.
 """
 
 import math
@@ -16,7 +16,7 @@ from tnp.figures.words import words
 
 PANEL_WIDTH = 345  # px
 COLUMNS = 2  # panels abreast
-LABEL_ROOM = 0.6  # of the axis up to its fastest mark, for the label right of that
+LABEL_ROOM = 0.6  # of the axis up to its fastest mark, for the label right of it
 
 PLAIN = words("sdpa_flash")
 
@@ -43,7 +43,7 @@ QUERY = """
 
 
 def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:
-    """Speedups on a log₂ axis with their intervals, 1× marked, the best of each shape in bold."""
+    """Draws speedups on a log₂ axis with intervals; the best of each shape is bold."""
     rows = data.query(connection, QUERY)
     if not rows:
         return theme.no_rows("no training step has been timed", "snakemake --cores 1 all", layout)
@@ -51,19 +51,18 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
     variants = data.variants(connection)
     colors = data.variant_colors(connection)
     blocks = []
-    for slug, device in devices.items():
+    for device, of_device in data.by_device(devices, rows):
         measured = data.steps_measured(connection, "speedup", device)
-        panels = _panels([row for row in rows if row["device"] == slug], variants, colors, layout)
+        panels = _panels(of_device, variants, colors, layout)
         blocks.append(layout.block(panels, device["name"], measured, COLUMNS))
     subtitle = [
         f"Speedup: time of a training step of {PLAIN} (no checkpointing, no CUDA graph) ÷ "
         "that of the configuration, on the same device, shape and dtype. Numbers: each line's "
-        "fastest, with the 95% interval where the two were timed in one sitting; bold is the "
-        "fastest with evidence, or all within 1% of it. Dashed line: PyTorch's fastest "
-        "configuration at that shape.",
-        f"Hollow: {theme.WITHOUT_EVIDENCE}, and so without an interval and a verdict. Called "
-        "faster or slower: where the interval clears 1× by more than 1%, allowing for how many "
-        "are compared.",
+        "fastest, with the 95% interval if both were timed in one session; bold is the fastest "
+        "with evidence. If several lie within 1% of it, bold is the one with the surest lead. "
+        "Dashed line: PyTorch's fastest configuration at that shape.",
+        f"Hollow: {theme.WITHOUT_EVIDENCE}, so without an interval and a verdict. Faster or "
+        "slower: the interval clears 1× by more than 1%, corrected for the number of comparisons.",
     ]
     return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle, layout)
 
@@ -73,7 +72,8 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
     timed, device = data.of_first(devices, [row for row in rows if row["speedup"] is not None])
     if not timed:
         return "No configuration could be timed yet"
-    leading = [_leading(of_shape) for of_shape in switches.panels(timed) if _own(of_shape)]
+    own = [row for row in timed if row["role"] == "own"]
+    leading = [max(of_shape, key=_surest) for of_shape in data.grouped(own, "shape")]
     if len(leading) > 1 and all(row["verdict_best"] == "faster" for row in leading):
         over_best = theme.span([row["speedup_best"] for row in leading])
         over_plain = theme.span([row["speedup"] for row in leading])
@@ -94,7 +94,7 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
             return sentence
         against_best = theme.verdict(best["speedup_best"], best["verdict_best"])
         return f"{sentence}; it is {against_best} PyTorch's fastest configuration there"
-    best = max(timed, key=lambda row: (bool(row["counts"]), row["speedup"]))
+    best = max(timed, key=lambda row: (bool(row["valid"]), row["speedup"]))
     if best["verdict"] == "faster":
         return (
             f"{theme.sentence(switches.configuration(best))} trains "
@@ -104,18 +104,10 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
     return f"No configuration timed on {device} is measurably faster than {PLAIN}"
 
 
-def _own(rows: list[Row]) -> list[Row]:
-    return [row for row in rows if row["role"] == "own"]
-
-
-def _leading(of_shape: list[Row]) -> Row:
-    """Returns our step at a shape whose lead is surest."""
-    return max(_own(of_shape), key=_surest)
-
-
 def _surest(row: Row) -> tuple[bool, bool, float, float]:
+    """Orders our steps at a shape: the largest has the surest lead."""
     return (
-        bool(row["counts"]),
+        bool(row["valid"]),
         row["leads"],
         row["speedup_best_low"] or 0,
         row["speedup_best"] or row["speedup"],
@@ -133,7 +125,7 @@ def _panels(
     domain = [low / span**0.06, high * span**LABEL_ROOM]
     return [
         _panel(of_shape, variants, domain, colors, of_shape[0]["shape"] in compared, layout)
-        for of_shape in switches.panels(rows)
+        for of_shape in data.grouped(rows, "shape")
     ]
 
 
@@ -150,7 +142,7 @@ def _panel(
         | {
             "switch": switches.name(row),
             "label": _label(row),
-            "evidence": theme.evidence(row["counts"]),
+            "evidence": theme.evidence(row["valid"]),
             "speedup_low": row["speedup_low"] or row["speedup"],
             "speedup_high": row["speedup_high"] or row["speedup"],
         }
@@ -165,7 +157,7 @@ def _panel(
     ]
     present = {row["variant"] for row in rows}
     lines = [name for name in variants if name in present]
-    y, names = switches.lines(lines, variants, layout)
+    y = layout.line("variant:N", lines, variants, switches.MARK_HEIGHT)
     in_place, notes = switches.failures(without_speedup, {row["variant"] for row in timed}, y)
     if not over_plain:
         notes.insert(0, _why_over_best(rows))
@@ -175,9 +167,9 @@ def _panel(
     x = alt.X("speedup:Q", scale=scale, axis=axis, title=f"speedup{over}, faster →")
     low, high = (alt.X(f"speedup_{end}:Q", scale=scale, axis=axis) for end in ("low", "high"))
     color = alt.Color("variant:N", scale=colors, legend=None)
-    base = data.drawing(timed).encode(color=color, **y)
+    base = data.drawing(timed).encode(color=color, y=y)
     marks = base.encode(x=x, shape=switches.shape_encoding(), tooltip=TOOLTIP)
-    label = data.drawing(timed).encode(x=high, text="label:N", **y)
+    label = data.drawing(timed).encode(x=high, text="label:N", y=y)
     fastest_pytorch = [
         {"speedup": row["baseline_step_ms"] / row["best_pytorch_step_ms"]}
         for row in timed[:1]
@@ -194,16 +186,12 @@ def _panel(
         *theme.filled_or_hollow(
             marks.transform_filter("datum.best_of_variant"), "point", size=75, opacity=1
         ),
-        *theme.text(label.transform_filter("datum.best_of_variant && !datum.fastest"), dx=8),
-        *theme.text(label.transform_filter("datum.fastest"), dx=8, fontSize=13, fontWeight="bold"),
+        *theme.text(label.transform_filter("datum.best_of_variant && !datum.winner"), dx=8),
+        *theme.text(label.transform_filter("datum.winner"), dx=8, fontSize=13, fontWeight="bold"),
         *in_place,
-        *names,
     ]
-    return alt.layer(*layers).properties(
-        width=layout.width(PANEL_WIDTH),
-        height=layout.height(len(lines), switches.MARK_HEIGHT),
-        title=switches.panel_title(rows[0], layout, notes),
-    )
+    title = switches.panel_title(rows[0], layout, notes)
+    return theme.panel(layers, y, lines, switches.MARK_HEIGHT, PANEL_WIDTH, title, layout)
 
 
 def _label(row: Row) -> str:
@@ -215,32 +203,28 @@ def _label(row: Row) -> str:
 
 
 def _why_not_drawn(row: Row) -> str:
-    """Returns the text in place of the mark of a step that was timed."""
-    if row["counts"] is False:
+    """Returns the text in place of a timed step's mark."""
+    if row["valid"] is False:
         return "not_counted"
     return f"{theme.duration(row['step_ms'])}; {row['why_no_speedup']}"
 
 
 def _over_best(row: Row) -> Row:
-    """Returns the row with its speedup over PyTorch's fastest in place of that over plain
-    PyTorch.
-    """
+    """Returns the row with its speedup over PyTorch's fastest, not over plain PyTorch."""
     ends = {f"speedup{end}": row[f"speedup_best{end}"] for end in ("", "_low", "_high")}
     return row | ends | {"best_of_variant": row["best_of_variant_over_best"]}
 
 
 def _why_over_best(rows: list[Row]) -> str:
-    """Returns why a shape's steps are not compared with plain PyTorch's, and the comparison shown
-    instead.
-    """
-    reasons = dict.fromkeys(row["why_no_speedup"] for row in rows if row["counts"] is not False)
+    """Says why a shape's steps are not compared with plain PyTorch's, and with which they are."""
+    reasons = dict.fromkeys(row["why_no_speedup"] for row in rows if row["valid"] is not False)
     why = theme.sentence("; ".join(filter(None, reasons)) or f"{PLAIN} was not timed")
     shown = any(row["speedup"] is not None for row in rows)
     return f"{why}: compared with PyTorch's fastest" if shown else why
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Powers of two, and half as much again or tenths where that leaves room."""
+    """Returns powers of two; with more room also their multiples of 1.5, or tenths."""
     if high / low < 2:
         return [n / 10 for n in range(math.ceil(10 * low), math.floor(10 * high) + 1)]
     powers = [2.0**n for n in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)]

@@ -1,10 +1,8 @@
-"""Shows where the device time of a training step goes: ours beside PyTorch's best, stage by stage.
+"""Shows where the device time of a training step goes, stage by stage, ours beside PyTorch's best.
 
-Reads the view `stage_share`. One panel per device and shape, one line per stage and pass, and on it
-a bar for the fastest step of ours and one for the fastest of the others.
+Reads the view `stage_share`. A panel for each device and shape has a line for each stage and pass.
+Its bars are our fastest step and the fastest other step.
 """
-
-from collections.abc import Iterable
 
 import altair as alt
 import duckdb
@@ -15,7 +13,7 @@ from tnp.figures.layout import Layout
 
 PANEL_WIDTH = 620  # px
 COLUMNS = 1  # panels abreast
-BAR_HEIGHT = 13  # px, of one of a line's two
+BAR_HEIGHT = 13  # px; a line has two bars
 PALE = alt.value(0.4)
 SIZES = ("shape", "batch", "n_context", "n_target", "dtype")  # of steps that are compared
 
@@ -36,7 +34,7 @@ QUERY = """
 
 
 def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:
-    """Bars in ms of the device, two on each line."""
+    """Draws bars in ms of device time, two on each line."""
     rows = data.query(connection, QUERY)
     if not rows:
         return theme.no_rows(
@@ -50,17 +48,17 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
     colors = data.variant_colors(connection)
     devices = data.devices(connection, "stage_share")
     blocks = []
-    for slug, device in devices.items():
+    for device, of_device in data.by_device(devices, rows):
         measured = data.steps_measured(connection, "stage_share", device)
-        of_device = [row for row in rows if row["device"] == slug]
-        panels = [_panel(of_sizes, labels, colors, layout) for of_sizes in alike(of_device)]
+        of_all_sizes = data.grouped(of_device, *SIZES)
+        panels = [_panel(of_sizes, labels, colors, layout) for of_sizes in of_all_sizes]
         blocks.append(layout.block(panels, device["name"], measured, COLUMNS))
     subtitle = [
-        "Device time of a step's kernels and copies, in ms: median over steps that the profiler "
-        "watched, in passes of their own. Of ours, and of PyTorch's, the fastest step at each "
-        "size. Stages are summed over layers; backward includes what checkpointing recomputes.",
-        "“Other” is what no stage can be told of: casts of weights ahead of the forward pass, "
-        "copies, sums of gradients, and kernels that the compiler made of two stages alike. "
+        "Device time of a step's kernels and copies, in ms: the median over separate steps under "
+        "the profiler. Bars show our fastest step and the fastest other step at each size. Stages "
+        "are summed over layers; backward includes recomputation by checkpointing.",
+        "“Other” belongs to no stage: casts of weights ahead of the forward pass, copies, sums of "
+        "gradients, and kernels that the compiler made of two stages. "
         f"Pale: {theme.WITHOUT_EVIDENCE}.",
     ]
     return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle, layout)
@@ -71,21 +69,14 @@ def line(row: Row) -> str:
     return row["stage"] if row["stage"] == row["pass"] else f"{row['stage']} {row['pass']}"
 
 
-def alike(rows: Iterable[Row]) -> list[list[Row]]:
-    """Returns the rows of each shape and dtype."""
-    found: dict[tuple, list[Row]] = {}
-    for row in rows:
-        found.setdefault(tuple(row[name] for name in SIZES), []).append(row)
-    return list(found.values())
-
-
 def finding(rows: list[Row], devices: dict[str, Row]) -> str:
-    """Says where ours gains most, as a share of PyTorch's step, on the first device with both; or
-    else the largest stage of any step.
+    """Names the stage where ours gains most, as a share of PyTorch's step, on the first device.
+
+    Without both kinds of steps, it names the largest stage of any step.
     """
     gains = []
-    for slug, device in devices.items():
-        for of_sizes in alike(row for row in rows if row["device"] == slug):
+    for device, of_device in data.by_device(devices, rows):
+        for of_sizes in data.grouped(of_device, *SIZES):
             theirs = {r["line"]: r for r in of_sizes if r["side"] == "others"}
             total = sum(row["time_ms"] for row in theirs.values())
             gains += [
@@ -130,7 +121,7 @@ def _panel(
     )
     bars = base.mark_bar(height=BAR_HEIGHT - 2).encode(
         color=alt.Color("variant:N", scale=colors, legend=None),
-        opacity=alt.condition("datum.counts", alt.value(1), PALE),
+        opacity=alt.condition("datum.valid", alt.value(1), PALE),
         tooltip=[
             alt.Tooltip("variant:N"),
             alt.Tooltip("line:N", title="stage"),
@@ -142,21 +133,15 @@ def _panel(
     numbers = base.mark_text(align="left", dx=4, fontSize=11, color=theme.INK).encode(
         text="label:N"
     )
-    names = theme.names("line:N", lines, y, 2 * BAR_HEIGHT, layout)
-    return alt.layer(bars, numbers, *names).properties(
-        width=layout.width(PANEL_WIDTH),
-        height=layout.height(len(lines), 2 * BAR_HEIGHT),
-        title=switches.panel_title(rows[0], layout, _notes(rows)),
-    )
+    title = switches.panel_title(rows[0], layout, _notes(rows))
+    return theme.panel([bars, numbers], y, lines, 2 * BAR_HEIGHT, PANEL_WIDTH, title, layout)
 
 
 def _notes(rows: list[Row]) -> list[str]:
-    """Returns for each step of a panel how much of its time kernels take. The rest is gaps."""
-    steps: dict[str, list[Row]] = {}
-    for row in rows:
-        steps.setdefault(switches.configuration(row), []).append(row)
+    """Says for each step of a panel how much of its time kernels take. The rest is gaps."""
     return [
-        f"{theme.sentence(name)}: {theme.duration(sum(row['time_ms'] for row in step))} of kernels "
+        f"{theme.sentence(switches.configuration(step[0]))}: "
+        f"{theme.duration(sum(row['time_ms'] for row in step))} of kernels "
         f"in a step of {theme.duration(step[0]['step_ms'])}."
-        for name, step in steps.items()
+        for step in data.grouped(rows, "variant", "checkpoint", "cuda_graph")
     ]

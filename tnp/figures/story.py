@@ -1,6 +1,6 @@
-"""Orders the figures as a reader comes to ask."""
+"""Orders the figures by a reader's questions."""
 
-# Question → figures, of which each is a module of `tnp.figures`.
+# Question → figures, which are modules of `tnp.figures`.
 STORY = {
     "Is it faster?": ("speedup", "matrix"),
     "What does it cost in memory?": ("memory",),
@@ -9,3 +9,4 @@ STORY = {
     "How near is it to the hardware?": ("roofline", "profiles", "host"),
     "How sure are we?": ("noise",),
 }
+FIGURES = tuple(name for figures in STORY.values() for name in figures)

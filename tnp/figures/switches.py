@@ -1,6 +1,6 @@
-"""Panels of one line per variant, with a mark per combination of checkpointing and CUDA graph."""
+"""Marks a step's switches, checkpointing and CUDA graph, in the panels of several figures."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import altair as alt
 
@@ -21,47 +21,29 @@ def name(row: Row) -> str:
 
 
 def configuration(row: Row) -> str:
-    """Returns "separate with checkpointing", or "separate" where no switch is on."""
+    """Returns "separate with checkpointing", or "separate" without a switch."""
     switches = [label for label in NAMES[1:3] if name(row) in (label, "both")]
     return " with ".join([row["variant"], *([" + ".join(switches)] if switches else [])])
 
 
-def panels(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Yields the rows of each shape."""
-    for shape in dict.fromkeys(row["shape"] for row in rows):
-        yield [row for row in rows if row["shape"] == shape]
-
-
 def panel_title(row: Row, layout: Layout, notes: Sequence[str] = ()) -> alt.Title:
-    """Returns the shape's name over its sizes and over `notes`."""
+    """Returns a title: the shape's name over its sizes and `notes`."""
     tasks = "1 task" if row["batch"] == 1 else f"{row['batch']} tasks"
     sizes = f"{tasks} of {row['n_context']:,} context and {row['n_target']:,} target points"
     return layout.title(row["shape"], [sizes, *notes])
 
 
 def shape_encoding() -> alt.Shape:
-    """Encodes switches as the shape of a mark, with the legend that all panels share."""
+    """Encodes switches as the shape of a mark, with a legend that all panels share."""
     return alt.Shape("switch:N", scale=alt.Scale(domain=NAMES, range=SHAPES), title=None).legend(
         symbolOpacity=1
     )
 
 
-def lines(
-    variants: Sequence[str], labels: Sequence[str], layout: Layout
-) -> tuple[theme.Encodings, list[alt.Chart]]:
-    """Returns a line for each of a panel's variants, and their names where they are not at its
-    side.
-    """
-    y = layout.line("variant:N", variants, labels, MARK_HEIGHT)
-    return {"y": y}, theme.names("variant:N", variants, y, MARK_HEIGHT, layout)
+def failures(rows: Sequence[Row], drawn: set[str], y: alt.Y) -> tuple[list[alt.Chart], list[str]]:
+    """Says why configurations have no mark: texts on lines without any mark, and notes.
 
-
-def failures(
-    rows: Sequence[Row], drawn: set[str], lines: theme.Encodings
-) -> tuple[list[alt.Chart], list[str]]:
-    """Returns why configurations have no mark: on the lines of variants without any, else as notes.
-
-    `drawn` are the variants with a mark.
+    `drawn` are the variants with a mark, which get notes. `y` encodes the lines.
     """
     texts: dict[str, Row] = {}
     notes: dict[str, list[str]] = {}
@@ -77,4 +59,4 @@ def failures(
                 "reason": theme.one_line(row["reason"] or row["why_not"]),
             }
     said = [f"Not drawn ({why}): {'; '.join(names)}." for why, names in notes.items()]
-    return theme.in_place(list(texts.values()), lines), said
+    return theme.in_place(list(texts.values()), {"y": y}), said

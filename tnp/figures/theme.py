@@ -1,7 +1,7 @@
-"""Defines how every figure looks and speaks: colours, numbers as text, the page around the chart.
+"""Defines how every figure looks: colours, numbers as text, the page around the chart.
 
-Colours are Okabe and Ito's and Paul Tol's, distinguishable with any colour vision: grey and cool
-hues are PyTorch's own variants, warm hues are this project's. No figure relies on hue alone.
+Colours are Okabe and Ito's and Paul Tol's, which any colour vision can distinguish. Grey and cool
+hues are PyTorch's variants, warm hues are ours. No figure relies on hue alone.
 """
 
 import re
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import altair as alt
 
 from tnp.figures.data import Row, drawing
-from tnp.figures.layout import LABEL_HEIGHT, Layout
+from tnp.figures.layout import LABEL_HEIGHT, OWN_LINES, Layout
 
-Encodings = dict[str, alt.Y | alt.YOffset]  # which line of a panel a row stands on
+Encodings = dict[str, alt.Y | alt.YOffset]  # the line of a panel on which a row stands
 
 INK, MUTED, RULE = "#1f2328", "#59636e", "#e4e7eb"
 FONT = "Helvetica, Arial, 'Liberation Sans', sans-serif"
@@ -76,15 +76,13 @@ def status_text(status: str) -> str:
 
 
 def one_line(reason: str | None) -> str:
-    """Returns a reason without the control characters of a terminal, which no SVG may hold."""
+    """Returns a reason without a terminal's control characters, which no SVG may hold."""
     printable = re.sub(r"\x1b\[[0-9;]*m", "", reason or "")
     return textwrap.shorten("".join(c if c.isprintable() else " " for c in printable), 200)
 
 
 def number(value: float) -> str:
-    """Returns three significant digits, with the zeros that are measured: 2 is "2.00", 1234 is
-    "1,234".
-    """
+    """Formats three significant digits with their zeros: 2 is "2.00", 1234 is "1,234"."""
     return f"{value:#.3g}".rstrip(".") if abs(value) < 999.5 else f"{value:,.0f}"
 
 
@@ -106,12 +104,12 @@ def duration(milliseconds: float) -> str:
 
 
 def evidence(counts: bool | None) -> str:
-    """Returns the tooltip of a drawn row: filled where it is valid, else hollow."""
+    """Returns the tooltip of a drawn row: valid rows are filled, others hollow."""
     return "kept, and the row counts" if counts else WITHOUT_EVIDENCE
 
 
 def verdict(ratio: float, decided: str | None) -> str:
-    """Returns the sentence about a ratio of speeds that view `contrasts` has decided, or None."""
+    """Returns words for a ratio of speeds and the verdict of view `contrasts`, or None."""
     match decided:
         case "faster" | "slower":
             return f"{times(ratio)} as fast as"
@@ -123,7 +121,7 @@ def verdict(ratio: float, decided: str | None) -> str:
 
 
 def sentence(text: str) -> str:
-    """Returns `text` with a capital at its start, and nothing else changed."""
+    """Returns `text` with a capital at its start."""
     return text[:1].upper() + text[1:]
 
 
@@ -135,36 +133,37 @@ def listed(names: Sequence[str]) -> str:
 def page(
     chart: alt.TopLevelMixin, title: str, subtitle: Sequence[str], layout: Layout
 ) -> alt.TopLevelMixin:
-    """Puts `chart` under its finding and under how that was measured, in the house style."""
-    heading = alt.Title(
+    """Puts `chart` under its finding and a description of the measurement, in the house style.
+
+    Changes `chart` itself: each of Altair's methods copies all of it.
+    """
+    chart.title = alt.Title(
         _balanced(title, TITLE_CHARACTERS),
         subtitle=[line for text in subtitle for line in textwrap.wrap(text, SUBTITLE_CHARACTERS)],
     )
     style = PAGE_STYLE
     if layout.narrow:
         style = style | {"legend": style["legend"] | {"columns": 2, "labelLimit": 150}}
-    return chart.properties(title=heading, background="white", padding=24).configure(**style)
+    chart.background, chart.padding, chart.config = "white", 24, alt.Config(**style)
+    return chart
 
 
 def _balanced(text: str, width: int) -> list[str]:
-    """Breaks text into as few lines as `width` allows, as even as these allow: no last line of a
-    single word.
-    """
+    """Breaks text into as few and as even lines as `width` allows."""
     n_lines = len(textwrap.wrap(text, width))
     narrower = (textwrap.wrap(text, w) for w in range(len(text) // n_lines, width + 1))
     return next(lines for lines in narrower if len(lines) == n_lines)
 
 
 def stacked(blocks: Sequence[alt.ConcatChart]) -> alt.ConcatChart:
-    """Stacks device above device, each starting at the left edge."""
-    stack = alt.concat(*blocks, columns=1, spacing=40, align="none")
-    return stack.resolve_scale(yOffset="independent")
+    """Stacks devices one below another, each starting at the left edge."""
+    return alt.concat(*blocks, columns=1, spacing=40, align="none", resolve=OWN_LINES)
 
 
 def filled_or_hollow(base: alt.Chart, mark: str, **style: object) -> list[alt.Chart]:
-    """Returns two layers: rows that count are filled, those recorded without evidence hollow."""
+    """Returns two layers: valid rows are filled, rows without evidence are hollow."""
     return [
-        getattr(base.transform_filter(f"{negation}datum.counts"), f"mark_{mark}")(
+        getattr(base.transform_filter(f"{negation}datum.valid"), f"mark_{mark}")(
             filled=filled, **style
         )
         for negation, filled in (("", True), ("!", False))
@@ -177,19 +176,39 @@ def in_place(rows: list[Row], lines: Encodings) -> list[alt.Chart]:
     return text(base, fontStyle="italic", color=MUTED)
 
 
-def names(
-    field: str, names: Sequence[str], y: alt.Y, marks: int, layout: Layout
-) -> list[alt.Chart]:
-    """Returns the names of a panel's lines above their marks, where they are not left of them."""
+def names(names: Sequence[str], y: alt.Y, marks: int, layout: Layout) -> list[alt.Chart]:
+    """Returns the names of a panel's lines above their marks, if they are not left of them."""
     if not layout.narrow:
         return []
-    above = -(marks + LABEL_HEIGHT) / 2
+    above, field = -(marks + LABEL_HEIGHT) / 2, y.shorthand
     rows = drawing([{field.split(":")[0]: name} for name in names])
     return text(rows.encode(y=y, x=alt.value(0), text=field), dy=above, fontSize=12)
 
 
+def panel(
+    layers: Sequence[alt.Chart],
+    y: alt.Y,
+    lines: Sequence[str],
+    marks: int,
+    wide: int,
+    title: alt.Title | None,
+    layout: Layout,
+) -> alt.LayerChart:
+    """Returns a panel of `lines`, which `y` encodes, with marks as high as `marks`.
+
+    `wide` is its width on a screen, in px.
+    """
+    return alt.layer(
+        *layers,
+        *names(lines, y, marks, layout),
+        width=layout.width(wide),
+        height=layout.height(len(lines), marks),
+        title=alt.Undefined if title is None else title,
+    )
+
+
 def text(base: alt.Chart, **style: object) -> list[alt.Chart]:
-    """Returns two layers, a text and a white halo under it: readable where it crosses a line."""
+    """Returns two layers, a text and a white halo under it: readable across a line."""
     style = {"align": "left", "fontSize": 11, "color": INK} | style
     halo = style | {"color": "white", "stroke": "white", "strokeWidth": 3, "strokeJoin": "round"}
     return [base.mark_text(**halo), base.mark_text(**style)]
@@ -203,7 +222,7 @@ def nothing(why: str, width: int, title: alt.Title) -> alt.TopLevelMixin:
 
 
 def no_rows(what: str, command: str, layout: Layout) -> alt.TopLevelMixin:
-    """Returns a card that says how to get the rows this figure is drawn from."""
+    """Returns a card that says how to get the rows of this figure."""
     line = drawing([{"text": f"Run:  {command}"}]).mark_text(
         align="left",
         baseline="top",

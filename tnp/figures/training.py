@@ -1,9 +1,9 @@
-"""Shows whether the model learns from its context, and whether it learns alike through our kernels.
+"""Shows whether the model learns from its context, and equally well through our kernels.
 
-Where view `training_equivalence` compares runs, their losses and differences
-(`training_differences`) come first. Then view `training_curves`, one panel per device and run:
-held-out log-likelihood, the same with the context's y permuted (the control), and what an exact or
-an ignorant predictor would get.
+If view `training_equivalence` compares runs, their losses and differences (`training_differences`)
+come first. View `training_curves` gives a panel for each device and run: the held-out
+log-likelihood, and a control with the context's y permuted. It also has the values of an exact
+predictor and of one that ignores the context.
 """
 
 import altair as alt
@@ -70,18 +70,17 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
             panels = _paired_panels(connection, slug, pairs, layout)
             blocks.append(layout.block(panels, f"{PAIRED}, on {device['name']}", when, COLUMNS))
         of_device = [row for row in rows if row["device"] == slug]
-        for study in dict.fromkeys(row["study"] for row in of_device if row["study"]):
-            of_study = [row for row in of_device if row["study"] == study]
-            title = f"{STUDIED}: study {study}, on {device['name']}"
+        for of_study in data.grouped((row for row in of_device if row["study"]), "study"):
+            title = f"{STUDIED}: study {of_study[0]['study']}, on {device['name']}"
             blocks.append(layout.block([_study_panel(of_study, layout)], title, when, 1))
-        runs = dict.fromkeys(row["run"] for row in of_device if not row["study"])
-        panels = [_panel([row for row in of_device if row["run"] == run], layout) for run in runs]
+        runs = data.grouped((row for row in of_device if not row["study"]), "run")
+        panels = [_panel(of_run, layout) for of_run in runs]
         if panels:
             blocks.append(layout.block(panels, f"{EVALUATED}, on {device['name']}", when, COLUMNS))
     subtitle = [
-        "Log-likelihood: mean over target values of tasks that were not trained on, in nats; "
-        "higher is better. Shuffled: the same tasks with the context's y permuted, which must be "
-        "worse where the model uses its context; its line is cut off far below the others.",
+        "Log-likelihood: mean over target values of held-out tasks, in nats; higher is better. "
+        "Shuffled: the same tasks with the context's y permuted, which must be worse if the model "
+        "uses its context. That line is cut off far below the others.",
         "Band: 95% interval over held-out tasks. One seed each.",
     ]
     page = theme.stacked(blocks).resolve_scale(color="independent", strokeDash="independent")
@@ -89,9 +88,10 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
 
 
 def finding(rows: list[Row], devices: dict[str, Row], pairs: list[Row]) -> str:
-    """Returns whether runs on the same tasks are equivalent, and what the last evaluations of the
-    runs say: of the first run in full, of others that they are not shown to use their context. All
-    of the first device.
+    """Says whether runs on the same tasks are equivalent, and what their last evaluations show.
+
+    All are on the first device. The first run is described in full. Others are named if they are
+    not shown to use their context.
     """
     slug = next(slug for slug in devices if any(row["device"] == slug for row in rows))
     last: dict[str, Row] = {}
@@ -111,9 +111,7 @@ def finding(rows: list[Row], devices: dict[str, Row], pairs: list[Row]) -> str:
 
 
 def _alike(pair: Row) -> str:
-    """Returns whether a run is equivalent to PyTorch's; "" where that was not asked or is
-    unknown.
-    """
+    """Says whether a run is equivalent to PyTorch's; "" if that was not asked or is unknown."""
     if pair["is_null_pair"] or pair["margin"] is None:
         return ""
     is_or_not = "is" if pair["equivalent"] else "is not"
@@ -157,7 +155,7 @@ def _panel(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
         for row in rows
         if row["heldout_log_likelihood_stderr"] is not None
     ]
-    # A model sure of a context that is wrong falls tens of nats below all that is to be compared.
+    # A confident model with a wrong context falls tens of nats below all other lines.
     control = SERIES["heldout_log_likelihood_shuffled"][0]
     values = [point["value"] for point in points if point["series"] != control] + [
         end for row in band for end in (row["low"], row["high"])
@@ -186,7 +184,6 @@ def _panel(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
     return alt.layer(
         area.encode(x=x, y=alt.Y("low:Q", scale=domain), y2="high:Q"),
         lines.mark_line(strokeWidth=2.5, clip=True),
-    ).properties(
         width=layout.plot_width(PANEL_WIDTH),
         height=PANEL_HEIGHT,
         title=layout.title(rows[0]["run"], _said(rows[-1])),
@@ -194,7 +191,7 @@ def _panel(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
 
 
 def _study_panel(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
-    """Draws the held-out log-likelihood of every run; what is far below the best is cut off."""
+    """Draws the held-out log-likelihood of every run. Values far below the best are cut off."""
     runs = list(dict.fromkeys(row["run"] for row in rows))
     exact = {row["exact_log_likelihood"] for row in rows} - {None}
     top = max([*(row["heldout_log_likelihood"] for row in rows), *exact])
@@ -246,14 +243,12 @@ def _said(last: Row) -> list[str]:
 def _paired_panels(
     connection: duckdb.DuckDBPyConnection, device: str, pairs: list[Row], layout: Layout
 ) -> list[alt.TopLevelMixin]:
-    """Returns the losses of all runs, and over the tested steps their differences from
-    the first's.
-    """
+    """Returns the losses of all runs, and their differences from the first run's."""
     runs = [pairs[0]["baseline_run"], *(pair["run"] for pair in pairs)]
     variants = [pairs[0]["baseline_variant"], *(pair["variant"] for pair in pairs)]
     scale = data.variant_colors(connection)
     of_variant = dict(zip(scale.domain, scale.range, strict=True))
-    # A run is known by its variant, unless another has the same.
+    # A run is called by its variant, unless another run has the same variant.
     called = variants if len(set(variants)) == len(variants) else runs
     names = dict(zip(runs, called, strict=True))
     colors = alt.Scale(domain=called, range=[of_variant[variant] for variant in variants])

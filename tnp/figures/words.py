@@ -1,6 +1,6 @@
-"""Translates names of configurations for a reader who has no config.yaml.
+"""Translates names of configurations for a reader who does not know config.yaml.
 
-A name that is not listed, such as a variant of a reader's own, stands for itself.
+A name that is not listed, such as a user's own variant, is shown as it is.
 """
 
 from tnp.dispatch.registry import catalog
@@ -67,7 +67,7 @@ WORDS = {
     "embed": "embedding",
 }
 
-# The same where there is room for it.
+# Longer titles.
 EXPLAINED = {
     "sdpa_cudnn_padded": "PyTorch with cuDNN's attention and a padded hidden width, uncompiled",
     "fused": "our step with all components",
@@ -99,7 +99,7 @@ SIZES = {
 
 
 def words(name: str) -> str:
-    """Returns `name` in a reader's words: those above, or the title of its declaration."""
+    """Returns the title of `name`: that above, or that of its declaration."""
     return WORDS.get(name) or catalog().titles().get(name, name)
 
 

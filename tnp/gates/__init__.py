@@ -1,10 +1,10 @@
-"""Correctness gates: what must hold before anything is timed.
+"""Holds correctness gates: checks that must pass before anything is timed.
 
-A gate of an operator's implementation is generic, `op--swiglu--triton`, and there is one of each
-(`tnp.gates.operators`). Every other gate is a module here. Each yields checks.
+Each implementation of an operator has one generic gate, such as `op--swiglu--triton`
+(`tnp.gates.operators`). Every other gate is a module of this package. A gate yields checks.
 
-A gate runs on the device it is asked for. On the CPU, Triton kernels run in Triton's interpreter
-(the process must start with TRITON_INTERPRET=1) and each row's `mode` says so.
+A gate runs on the device it is asked for. On the CPU, Triton's interpreter runs the kernels. The
+process must then start with TRITON_INTERPRET=1. Each row's `mode` says which it was.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gate:
-    """Holds a gate's place in the specification, and the operator whose implementations its checks
-    name, unless a check names one itself. `ours`: it runs models whose operators are all of our
-    own.
+    """Holds a gate's phase in the specification, and the operator of its checks by default.
+
+    `ours`: the gate runs models whose operators are all ours.
     """
 
     phase: int
@@ -34,11 +34,11 @@ class Gate:
 
 
 GENERIC = "op"  # a generic gate is op--operator--implementation
-OPERATORS_PHASE = 2  # in which operators are gated, one by one
-COMPILED = "kernels"  # the gate that compiles every kernel of ours, for which nothing waits
-NOT_FINISHED = ("killed", "timeout")  # of a gate: it goes on in the next run, and is not wrong
+OPERATORS_PHASE = 2  # of generic gates
+COMPILED = "kernels"  # the gate that compiles every kernel of ours; nothing waits for it
+NOT_FINISHED = ("killed", "timeout")  # such a gate continues in the next run, and is not wrong
 
-# Of the model, and of all kernels.
+# Gates of the model, and the gate of all kernels.
 GATES = {
     "baseline": Gate(1),
     "centred": Gate(3),
@@ -58,10 +58,9 @@ def generic_gate(op: str, name: str) -> str:
 
 
 def generic_gates() -> list[str]:
-    """Returns one gate of each implementation that is not PyTorch's own, with which others are
-    compared.
+    """Returns the gates of all implementations but PyTorch's own, the references.
 
-    Of those of other packages too, since "auto" may take them.
+    They include other packages' implementations, since "auto" may choose those.
     """
     found = catalog()
     return [
@@ -73,7 +72,7 @@ def generic_gates() -> list[str]:
 
 
 def gate(name: str) -> Gate:
-    """Returns a gate by its name. Raises ValueError for one that does not exist."""
+    """Returns a gate by its name. Raises ValueError for an unknown name."""
     if name in GATES:
         return GATES[name]
     if name in generic_gates():
@@ -83,13 +82,13 @@ def gate(name: str) -> Gate:
 
 
 def gates_of(op: str, name: str) -> list[str]:
-    """Gates that prove the implementation `name` of `op`, or all of ours that "auto" may choose."""
+    """Returns the gates of implementation `name`, or of all of ours that "auto" may choose."""
     listed = (catalog().listed(op, one) for one in catalog().candidates(op, name))
     return [generic_gate(op, one.name) for one in listed if one.provider == OWN]
 
 
 def gates_of_training(op: str, name: str) -> list[str]:
-    """Returns the further gates of training, where gradients are narrower than their problem."""
+    """Returns the additional gates of training, if gradients are narrower than the problem."""
     own = [catalog().listed(op, one).own for one in catalog().candidates(op, name)]
     narrow = any(one and one.precision and one.differentiable for one in own)
     return ["batch_noise"] * narrow
@@ -105,7 +104,7 @@ def gates_for(
     centred_keys: bool = False,
     buffer: bool = False,
 ) -> list[str]:
-    """Gates that a step waits for with these implementations, by family, and switches."""
+    """Returns the gates that a step needs for its implementations, by family, and switches."""
     gates = ["baseline"]
     for family, name in implementations.items():
         for operator in catalog().family(family):
@@ -127,15 +126,16 @@ def gates_for(
 class Blocked(NamedTuple):
     """Says why gates stop something: the status of its rows, and the reason."""
 
-    status: str  # "gate_failed", or "killed" or "timeout" where a gate is not finished
+    status: str  # "gate_failed", or "killed" or "timeout" if a gate is not finished
     reason: str
 
 
 def blocked(rows: Iterable[dict], implementations: Mapping[str, str]) -> Blocked | None:
-    """Returns why `rows` of table `gates` stop what uses `implementations`, or None.
+    """Returns why `rows` of table `gates` stop a user of `implementations`, or None.
 
-    `implementations` are by operator or by family. A check that names an implementation stops only
-    what uses it, or lets "auto" choose it. A red check counts before a gate that is not finished.
+    `implementations` are by operator or by family. A check of one implementation stops only
+    measurements that use it, or that let "auto" choose it. A red check is reported before an
+    unfinished gate.
     """
     used = {
         operator.name: catalog().candidates(operator.name, name)
@@ -151,7 +151,7 @@ def blocked(rows: Iterable[dict], implementations: Mapping[str, str]) -> Blocked
         if row["status"] in NOT_FINISHED:
             reason = f"gate {row['gate']} is not finished: {row['reason']}"
             unfinished = unfinished or Blocked(row["status"], reason)
-        elif row["status"] != "ok":  # it raised
+        elif row["status"] != "ok":  # the gate raised
             return Blocked("gate_failed", f"gate {row['gate']} did not finish: {row['reason']}")
         elif not row["passed"]:
             return Blocked(
@@ -169,7 +169,7 @@ def ended(name: str, status: str, reason: str) -> dict:
         "gate": name,
         "phase": about.phase,
         "op": about.op,
-        # A generic gate's rows name its implementation, the one that says why it stopped as well.
+        # All rows of a generic gate name its implementation.
         "implementation": "" if name in GATES else name.split("--")[2],
         "check": status,
         "metric": "",
@@ -186,16 +186,15 @@ def ended(name: str, status: str, reason: str) -> dict:
 def run_gate(
     name: str, device_type: str, progress: Progress | None = None
 ) -> dict[str, list[dict]]:
-    """Returns rows of tables `gates` and `kernels` (without provenance) of gate `name` on "cuda" or
-    "cpu".
+    """Runs gate `name` on "cuda" or "cpu". Returns rows of tables `gates` and `kernels`.
 
-    `kernels` is empty for a gate that compiles nothing. Three kinds of rows are no checks, and have
-    the reason: a gate or a case that the device cannot run has status "unsupported"; a gate that
-    raises keeps the checks made so far and ends in status "error"; one that runs out of memory
-    which other processes hold ends in "killed".
+    Rows are without provenance. `kernels` is empty if the gate compiles nothing. Three kinds of
+    rows are no checks, and have a reason. A gate or case that the device cannot run has status
+    "unsupported". A gate that raises keeps its checks and ends with status "error". A gate whose
+    memory other processes hold ends with "killed".
 
     Args:
-        progress: takes each row as it is made, and says which parts an earlier run has finished.
+        progress: takes each row at once, and knows which parts an earlier run has finished.
     """
     about = gate(name)
     import torch
@@ -237,13 +236,12 @@ def run_gate(
             tables["kernels"] = module.kernel_rows()
     except Unsupported as error:
         progress.row(ended(name, "unsupported", str(error)) | mode)
-    except Exception as error:  # whatever it is, it is this gate's result
+    except Exception as error:  # any failure is this gate's result
         status, reason = "error", f"{type(error).__name__}: {error}"
         try:
             left_out = why_it_does_not_fit(error)
         except Busy as busy:
-            error = busy
-            left_out = None
+            error, left_out = busy, None
         if left_out:
             status, reason = "unsupported", left_out
         elif isinstance(error, Busy) or classify(error)[0] in NOT_FINISHED:

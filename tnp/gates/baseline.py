@@ -1,6 +1,4 @@
-"""Checks phase 1: the plain-PyTorch model is right, trains, and runs on the backend that
-was named.
-"""
+"""Checks phase 1: the PyTorch model is right, it trains, and the named backend runs."""
 
 from collections.abc import Iterator
 
@@ -75,7 +73,7 @@ def _padding(device, name, d_ff_storage, eps) -> Iterator[Check]:
 
 
 def _sdpa_backends(out: torch.Tensor) -> set[str]:
-    """Returns names of the SDPA backward nodes behind `out`: autograd knows which backend ran."""
+    """Returns names of the SDPA backward nodes behind `out`, which tell the backend."""
     found, seen, stack = set(), set(), [out.grad_fn]
     while stack:
         node = stack.pop()

@@ -1,12 +1,12 @@
 """Checks phase 5: operators in 8 bits change a gradient less than batches do.
 
-A model with all operators of ours is trained a little in 16 bits. Then gradients of the same
-batches are computed by it and, with the same weights, with one operator in 8 bits. For each
-parameter the root mean square of their difference must be below a tenth of the standard deviation
+A model with all our operators is trained a little in 16 bits. Then it computes gradients of the
+same batches twice with the same weights: in 16 bits, and with one operator in 8 bits. For each
+parameter, the root mean square of their difference must be below a tenth of the standard deviation
 between batches.
 
-The model and its batches are the specification's at small, which takes a GPU. A control with the
-weights of the MLP in two bits must be found to be worse.
+The model and its batches are the specification's at small, so the gate needs a GPU. A control has
+MLP weights in two bits: the gate must find it worse.
 """
 
 from collections.abc import Iterator, Sequence
@@ -52,7 +52,7 @@ def checks(device: torch.device) -> Iterator[Check]:
 
 
 def _in_8_bits(device: torch.device) -> Iterator[tuple[str, str, str]]:
-    """Yields (family, operator, implementation) that trains in fewer bits than its problem has."""
+    """Yields (family, operator, implementation) that trains in fewer bits than its problem."""
     config, (batch, n_context, n_target) = TNPConfig(), SIZES
     model = asdict(config) | {"d_ff_storage": storage_width(config.d_ff)}
     run = {"batch": batch, "n_context": n_context, "n_target": n_target, "dtype": "bfloat16"}
@@ -81,16 +81,14 @@ def _task(device: torch.device, index: int) -> Task:
 
 
 def _like(model: TransformerNP, variant: Variant) -> TransformerNP:
-    """Returns the same weights, run in another way."""
+    """Returns a model with the same weights and another variant."""
     other = TransformerNP(model.config, variant, model.compute_dtype)
     other.load_state_dict(model.state_dict())
     return other.to(next(model.parameters()).device)
 
 
 def ratios(model: TransformerNP, other: TransformerNP, batches: Sequence[Task]) -> dict[str, float]:
-    """Returns by parameter the difference of two models' gradients over the deviation between
-    batches.
-    """
+    """Returns the gradients' difference over their deviation between batches, by parameter."""
     total, squares, differences = {}, {}, {}
     for batch in batches:
         _, gradients = models.gradients_by_tensor(model, batch)

@@ -1,11 +1,11 @@
 """Checks phase 10: the buffer gives the results of the full computation under an explicit mask.
 
-In float64 the training loss and its gradients, the joint density of one pass, and that of points
-which enter one by one are those of `masked`, to the rounding of sums in another order. In the
-model's dtype every implementation of attention, and all operators of ours, come as near to that as
-PyTorch's formula does; ours with rows of each kind apart, and with all in one launch. On a GPU
-joint samples that are captured are those that are launched. A diagonal that is one off, and a
-buffer taken for context, must fail.
+In float64, three results equal those of `masked`, except for rounding. They are the training loss
+with its gradients, the joint density of one pass, and the density of points that enter one by one.
+In the model's dtype, every attention and all our operators come as near as PyTorch's formula does.
+Our kernels are checked with separate launches for each kind of row, and with one launch for all. On
+a GPU, captured joint samples equal launched ones. Two controls must fail: a diagonal that is one
+off, and a buffer taken for context.
 """
 
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ from tnp.dispatch import devices
 from tnp.dispatch.spec import OWN, Budget, Call
 from tnp.gates import models
 from tnp.gates.checks import Check, error_ratio, max_abs_error, relative_error
+from tnp.gates.models import FLOAT64_BOUND
 from tnp.model.causal_buffer import Buffer, Points, log_densities
 from tnp.model.prediction import Prediction
 from tnp.model.transformer_np import TransformerNP
@@ -27,12 +28,9 @@ from tnp.ops.mixture_nll import mixture_nll
 from tnp.ops.projection import linear
 from tnp.tasks.task import Context, Task
 
-FLOAT64_BOUND = 1e-12  # some ten sums of up to a thousand products, each in an order of its own
-CONTROL_BOUND = 1e-6  # of an untrained model, to which one point more or less is little
-LOSS_BOUND = 1e-3  # nats a target
-# Points of the buffer: training takes two groups of as many targets.
-ROOM = {"cuda": 40, "cpu": 3}
-NEAR = 100  # points of a context that lies on chip with the buffer
+CONTROL_BOUND = 1e-6  # one point more or less changes little in an untrained model
+ROOM = {"cuda": 40, "cpu": 3}  # points of the buffer; training takes two groups of as many targets
+NEAR = 100  # points of a context that fits on chip with the buffer
 
 
 def masked(
@@ -42,12 +40,11 @@ def masked(
     x_target: torch.Tensor,
     n_seen: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns mixture parameters [B, N, K, 1 + 2·d_y] by a pass of all rows under a mask: the
-    definition.
+    """Returns mixture parameters [B, N, K, 1 + 2·d_y] by one pass under a mask: the definition.
 
     Args:
         model: with a buffer.
-        context: in the model's units, without padding; so are all others.
+        context: in the model's units, as all arguments, and without padding.
         entered: x [B, n, d_x] and y [B, n, d_y] of the buffer's points in their order.
         x_target: [B, N, d_x].
         n_seen: int64 [N], how many of the buffer's points a target sees.
@@ -87,8 +84,9 @@ def visible(context: Context, n_buffer: int, n_seen: torch.Tensor) -> torch.Tens
 
 
 def masked_log_density(model: TransformerNP, task: Task, more: int = 0) -> torch.Tensor:
-    """Returns log p(y_i | x_i, context, targets before i), [B, N], of `masked`; or of `more`
-    targets.
+    """Returns log p(y_i | x_i, context, targets before i), [B, N], by `masked`.
+
+    Each target sees `more` additional targets.
     """
     context = Context(*model.prepared_context(*task.context), task.context_lengths)
     points = model.prepared_x(task.x_target), model.in_units("y", task.y_target)
@@ -98,9 +96,9 @@ def masked_log_density(model: TransformerNP, task: Task, more: int = 0) -> torch
 
 
 def in_training(n_target: int, room: int) -> tuple[list[int], list[int]]:
-    """Targets of a training task that enter the buffer, and how many of these each target sees."""
+    """Returns the targets that enter the buffer, and how many of them each target sees."""
     n = min(room, n_target // 2)
-    turn = 2 * (n_target // (2 * n))  # targets of a turn: the last half of them see the buffer
+    turn = 2 * (n_target // (2 * n))  # targets of a turn; the last half of them see the buffer
     sees = [i < n * turn and i % turn >= turn // 2 for i in range(n_target)]
     return [i * turn for i in range(n)], [(i // turn + 1) * sees[i] for i in range(n_target)]
 
@@ -116,7 +114,7 @@ def masked_loss(model: TransformerNP, task: Task) -> torch.Tensor:
 
 
 def one_by_one(model: TransformerNP, task: Task) -> torch.Tensor:
-    """Returns the same as `masked_log_density` of points that enter one after another."""
+    """Returns the result of `masked_log_density` from points that enter one after another."""
     known = Buffer(model, model.encode(task.context), task.n_target - 1)
     entering, found = None, []
     for x, y in zip(task.x_target.split(1, 1), task.y_target.split(1, 1), strict=True):
@@ -126,7 +124,7 @@ def one_by_one(model: TransformerNP, task: Task) -> torch.Tensor:
 
 
 def build(device: torch.device, variant: Variant) -> TransformerNP:
-    """Returns the gates' model with a buffer, whose points differ from those of a context."""
+    """Returns the gates' model with a buffer. Its points differ from those of a context."""
     plain = models.build_model(device, variant)
     config = replace(plain.config, buffer=ROOM[device.type])
     model = TransformerNP(config, variant, plain.compute_dtype).to(device)
@@ -140,13 +138,9 @@ def checks(device: torch.device) -> Iterator[Check]:
     double = batch.to(dtype=torch.float64)
     plain = build(device, Variant("plain", attention="reference"))
     exact = models.exact(plain)
-    loss, gradients = _by_mask(exact, double)
-    found, by_tensor = models.gradients_by_tensor(exact, double)
-    yield Check("float64 loss against the mask", "max_abs_error",
-                max_abs_error(found, loss), FLOAT64_BOUND)  # fmt: skip
-    for name, reference in gradients.items():
-        yield Check(f"float64 gradient of {name} against the mask", "relative_error",
-                    relative_error(by_tensor[name], reference), FLOAT64_BOUND)  # fmt: skip
+    by_mask = _by_mask(exact, double)
+    found = models.gradients_by_tensor(exact, double)
+    yield from models.float64_checks(" against the mask", found, by_mask)
     with torch.no_grad():
         one_run_double = _one_run(double)
         joint = masked_log_density(exact, one_run_double)
@@ -171,27 +165,16 @@ def _of_variants(
     batch: Task,
     variants: Iterator[tuple[str, Variant]],
 ) -> Iterator[Check]:
-    """Checks variants in the model's dtype against float64 by the mask.
-
-    PyTorch's error is the unit.
-    """
-    loss, gradients = _by_mask(exact, batch.to(dtype=torch.float64))
-    _, own = _by_mask(plain, batch)
+    """Checks variants in the model's dtype against float64. PyTorch's error is the unit."""
+    in_float64, pytorch = _by_mask(exact, batch.to(dtype=torch.float64)), _by_mask(plain, batch)
     one_run = _one_run(batch)
     with torch.no_grad():
         joint = masked_log_density(exact, one_run.to(dtype=torch.float64))
         own_joint = masked_log_density(plain, one_run)
     for name, variant in variants:
-        model = build(device, variant)
-        found, by_tensor = models.gradients_by_tensor(model, batch)
-        attention = variant.attention
-        yield Check(f"{name}: loss against float64", "abs_error_nats",
-                    max_abs_error(found, loss), LOSS_BOUND, attention)  # fmt: skip
-        for what, reference in gradients.items():
-            gradient = by_tensor[what][tuple(map(slice, reference.shape))]
-            yield Check(f"{name}: gradient of {what} against float64", "error_ratio",
-                        error_ratio(gradient, own[what], reference), Budget.gradients,
-                        attention)  # fmt: skip
+        model, attention = build(device, variant), variant.attention
+        found = models.gradients_by_tensor(model, batch)
+        yield from models.checks_of_variant(name, "", found, in_float64, pytorch, attention)
         with torch.no_grad():
             for how, other in _densities(model, one_run):
                 yield Check(f"{name}: joint density, {how}, against float64", "error_ratio",
@@ -200,7 +183,7 @@ def _of_variants(
 
 
 def _ragged(task: Task) -> Task:
-    """Checks contexts of two sizes."""
+    """Returns the task with contexts of two sizes."""
     most = task.n_context
     lengths = torch.tensor([most, most // 3], dtype=torch.int32, device=task.x_context.device)
     return replace(task, context_lengths=lengths.repeat(task.batch // 2))
@@ -212,8 +195,8 @@ def _one_run(task: Task) -> Task:
     return replace(task, x_target=task.x_target[:, :n], y_target=task.y_target[:, :n])
 
 
-def _by_mask(model: TransformerNP, batch: Task) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients, by the parameter's name."""
+def _by_mask(model: TransformerNP, batch: Task) -> models.Learned:
+    """Returns loss, and gradients by the parameter's name."""
     return models.gradients_by_tensor(model, batch, lambda *given: masked_loss(model, Task(*given)))
 
 
@@ -224,7 +207,7 @@ def _densities(model: TransformerNP, task: Task) -> Iterator[tuple[str, torch.Te
 
 
 def _draws(model: TransformerNP, task: Task) -> list[torch.Tensor]:
-    """Checks joint samples of several runs from equal noise: by CUDA graphs, and launched."""
+    """Returns joint samples from equal noise: by CUDA graphs, and launched."""
     x_target, found = task.x_target[:, : 2 * ROOM["cuda"] + 3], []
     for cuda_graph in (True, False):
         torch.manual_seed(0)
@@ -233,7 +216,7 @@ def _draws(model: TransformerNP, task: Task) -> list[torch.Tensor]:
 
 
 def _broken(model: TransformerNP, task: Task) -> Iterator[tuple[str, torch.Tensor]]:
-    """Densities by masks that are wrong, and without what tells the buffer from the context."""
+    """Yields densities by wrong masks, and without the vector that marks the buffer."""
     yield "the diagonal one off, a target sees itself", masked_log_density(model, task, more=1)
     yield "the diagonal one off the other way", masked_log_density(model, task, more=-1)
     other = models.exact(model)
@@ -242,7 +225,7 @@ def _broken(model: TransformerNP, task: Task) -> Iterator[tuple[str, torch.Tenso
 
 
 def _near(task: Task) -> Task:
-    """Checks contexts that fit on chip with the buffer."""
+    """Returns the task with contexts that fit on chip with the buffer."""
     n, lengths = NEAR, task.context_lengths.clamp(max=NEAR)
     return replace(
         task, x_context=task.x_context[:, :n], y_context=task.y_context[:, :n],
@@ -252,7 +235,7 @@ def _near(task: Task) -> Task:
 
 @dataclass(frozen=True)
 class _Apart(Variant):
-    """Computes kinds of rows separately, also where one launch could take all."""
+    """Computes each kind of row separately, even if one launch could compute all."""
 
     buffered_attention = None
 
@@ -262,16 +245,15 @@ def _apart(variant: Variant) -> Variant:
 
 
 def _at_once(device: torch.device) -> Iterator[tuple[str, Variant]]:
-    """Yields all operators of ours, attention of all kinds of rows in one launch; none without
-    Triton.
-    """
+    """Yields all our operators, with one launch for all kinds of rows; nothing without Triton."""
     if devices.of_device(device).kind != "cpu":
         yield "all operators of ours, rows at once", models.ours(device)
 
 
 def _variants(device: torch.device) -> Iterator[tuple[str, Variant]]:
-    """PyTorch's operators and all of ours with each attention that takes this mask here, kinds of
-    rows apart.
+    """Yields PyTorch's attentions, and all our operators with each attention of ours.
+
+    Each must take this mask here. Kinds of rows are launched separately.
     """
     chosen = models.scale(device)
     n_heads, dtype = chosen.config.n_heads, str(chosen.dtype).removeprefix("torch.")

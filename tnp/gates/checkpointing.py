@@ -8,10 +8,10 @@ import torch
 from tnp.gates import models
 from tnp.gates.checks import Check, max_abs_error, relative_error
 
-# Backward passes that add dQ up in no fixed order (SDPA's flash, ours `fused`) differ from run to
-# run, mostly by 1e-6 and now and then, where a rounding tips over, by 1e-4. So several runs each:
-# the median recomputed one may be MARGIN times as far off as the farthest plain one. Without a
-# spread there is no margin.
+# Backward passes that add up dQ in no fixed order (SDPA's flash, our `fused`) differ from run to
+# run, mostly by 1e-6, and rarely by 1e-4, when a rounding tips over. So there are several runs: the
+# median recomputed run may differ MARGIN times as much as the farthest plain run. Without a spread
+# there is no margin.
 RUNS = {"cuda": 5, "cpu": 1}
 MARGIN = 4
 

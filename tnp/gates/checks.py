@@ -1,4 +1,4 @@
-"""Holds the parts of a correctness gate: one `Check` a comparison, and its distances."""
+"""Holds the parts of a correctness gate: one `Check` a comparison, and distances."""
 
 import math
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ import torch
 
 @dataclass(frozen=True)
 class Check:
-    """Records one comparison: `value` measured, `bound` allowed.
+    """Records one comparison: the measured `value`, and the `bound` allowed.
 
-    `implementation` names the one implementation the check is about ("" where it is about all), of
-    operator `op` ("" for the gate's): a red check stops only what uses it. `larger_is_better` turns
-    the comparison round (cosines). `problem` is the JSON of what was computed and `kernel` the
-    kernels that computed it, where the check is of those.
+    `implementation` and `op` name what the check is about: a red check stops only its users. An
+    empty `implementation` means all, an empty `op` the gate's. `larger_is_better` turns the
+    comparison round, as for cosines. `problem` is the JSON of the computed problem, and `kernel`
+    names its kernels, if the check is about those.
     """
 
     check: str
@@ -36,9 +36,9 @@ class Check:
 
 @dataclass(frozen=True)
 class Finished:
-    """Says that all checks of a part are made, such as a case of an operator: one of `of` parts.
+    """Says that all checks of a part are made, one of `of` parts, such as a case of an operator.
 
-    `found` names what else the part has shown, for the run that goes on after it.
+    `found` names other findings of the part, for a run that continues after it.
     """
 
     part: str
@@ -48,7 +48,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Says that a case, whose problem's JSON is `problem`, is not checked here, and why."""
+    """Says why a case is not checked here. `problem` is its problem's JSON."""
 
     case: str
     problem: str
@@ -56,24 +56,22 @@ class LeftOut:
 
 
 class Unsupported(Exception):
-    """Is raised by a gate's `checks` where the device cannot run it; recorded with the reason."""
+    """Says why the device cannot run a gate. It is recorded with the reason."""
 
 
 def distance(out: torch.Tensor, reference: torch.Tensor) -> float:
-    """Returns ‖out − reference‖ in float64; infinite where `out` is not finite."""
+    """Returns ‖out − reference‖ in float64; infinite if `out` is not finite."""
     out, reference = out.detach().double(), reference.detach().double()
     return (out - reference).norm().item() if torch.isfinite(out).all() else math.inf
 
 
 def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
-    """Returns ‖out − reference‖ / ‖reference‖ in float64; infinite where `out` is not finite."""
+    """Returns ‖out − reference‖ / ‖reference‖ in float64; infinite if `out` is not finite."""
     return distance(out, reference) / max(reference.detach().double().norm().item(), 1e-300)
 
 
 def max_abs_error(out: torch.Tensor, reference: torch.Tensor) -> float:
-    """Returns max |out − reference| in float64; infinite where `out` is not finite, 0 for empty
-    tensors.
-    """
+    """Returns max |out − reference| in float64; infinite if `out` is not finite, 0 if empty."""
     out, reference = out.detach().double(), reference.detach().double()
     if not torch.isfinite(out).all():
         return math.inf
@@ -83,12 +81,12 @@ def max_abs_error(out: torch.Tensor, reference: torch.Tensor) -> float:
 def error_ratio(
     out: torch.Tensor, pytorch: torch.Tensor, reference: torch.Tensor, floor: float = 0.0
 ) -> float:
-    """Returns how far `out` is from `reference`, over how far it must be expected to be.
+    """Returns the distance of `out` from `reference` (in float64), over the expected distance.
 
-    `reference` is computed in float64. Expected is the largest of three: the distance of PyTorch's
-    own result in the same dtype; `floor`, what float32 must be expected to lose in this problem
-    (`tnp.ops._shared.rounding_error`); about one rounding to the output's dtype. Where PyTorch's
-    result is not finite, nothing can be said, and the ratio is infinite.
+    The expected distance is the largest of three: the distance of PyTorch's own result in the same
+    dtype; `floor`, the expected loss of float32 in this problem (`tnp.ops._shared.rounding_error`);
+    and about one rounding to the output's dtype. If PyTorch's result is not finite, the ratio is
+    infinite.
     """
     own = distance(pytorch, reference)
     if math.isinf(own):

@@ -1,14 +1,14 @@
 """Compiles every kernel of ours for every GPU it is meant for, without a GPU.
 
-`compile_all` gives rows of table `kernels`: registers, stack, shared memory, and what ptxas says.
+`compile_all` gives rows of table `kernels`: registers, stack, shared memory and ptxas's warnings.
 
-A kernel module needs nothing for it. `tnp.gates.launches` launches kernels on the meta device; in
-place of a driver stands a target. What the launches would compile is collected, specialized as at
-run time, and compiled once each. A process with TRITON_INTERPRET=1 holds interpreted functions that
-cannot be compiled, so this happens in a child process, which divides the work among its own.
+`tnp.gates.launches` launches kernels on the meta device, with a target in place of a driver. All
+that the launches would compile is collected, specialized as at run time, and compiled once each. A
+process with TRITON_INTERPRET=1 holds interpreted functions, which cannot be compiled. So a child
+process compiles, and divides the work among its own processes.
 
-`tnp.gates.kept` keeps the results by a hash of all that decides them: only what changed since the
-file was written is compiled.
+`tnp.gates.kept` keeps results by a hash of everything that decides them. Only kernels that have
+changed are compiled.
 """
 
 import argparse
@@ -29,11 +29,11 @@ from tnp.gates.launches import Launch, committed_launches
 
 
 def compile_all() -> Iterator[dict]:
-    """Yields rows of table `kernels` without provenance, one per kernel, constants and target.
+    """Yields rows of table `kernels` without provenance: one a kernel, its constants and a target.
 
     A row also has `users`, the implementations that launch the kernel, as [operator, name], and
-    `package` and `code`, by which it is kept. Its `compile_s` is None where the result was kept.
-    Rows come as they are known.
+    `package` and `code`, which identify a kept result. `compile_s` is None for a kept result. Rows
+    come as soon as they are known.
 
     Raises:
         RuntimeError: a kernel does not compile, with the compiler's message.
@@ -44,7 +44,7 @@ def compile_all() -> Iterator[dict]:
     environment["TRITON_ALWAYS_COMPILE"] = "1"  # a cached kernel has no log, and no `compile_s`
     environment["TRITON_DUMP_PTXAS_LOG"] = "1"
     command = [sys.executable, "-m", "tnp.gates.compile", "--rows"]
-    # Its last lines are read when it has ended: a pipe that nobody reads would stop it.
+    # A file takes its errors, since a full pipe would stop the child.
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(
@@ -58,9 +58,9 @@ def compile_all() -> Iterator[dict]:
 
 
 def rows_of(jobs: list[Any], path: Path | None = None) -> Iterator[dict]:
-    """Yields the row of each job: first those whose results are kept, then the others.
+    """Yields the row of each job: first those with kept results, then the others.
 
-    As many processes compile as this one may use cores. `path` names a file of results to use in
+    It uses as many processes as this one may use cores. `path` names a file of results to use in
     place of each package's own.
     """
     changed = []
@@ -72,7 +72,7 @@ def rows_of(jobs: list[Any], path: Path | None = None) -> Iterator[dict]:
             changed.append((job, code))
     if not changed:
         return
-    # Forked, since a job holds functions that no pipe carries.
+    # The pool forks, since a job holds functions that cannot be pickled.
     n_processes = min(len(os.sched_getaffinity(0)), len(changed))
     with multiprocessing.get_context("fork").Pool(n_processes, _take, (changed,)) as pool:
         yield from pool.imap_unordered(_compiled, range(len(changed)))
@@ -96,10 +96,9 @@ def _compiled(index: int) -> dict:
 
 
 def collect(launches: Iterable[Launch]) -> list[Any]:
-    """Returns what `launches` compile, once each; afterwards nothing can be launched in this
-    process.
+    """Returns the jobs of `launches`, once each. Afterwards this process cannot launch anything.
 
-    Triton keeps what it compiled by device: each capability is a device of its own here.
+    Triton keeps compiled kernels by device, so each capability stands for a device here.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -110,7 +109,7 @@ def collect(launches: Iterable[Launch]) -> list[Any]:
     others: dict[Hashable, Any] = {}
 
     def instead_of_compiling(source, target, options, **_):
-        """A job, and in place of the kernel what notes who launches it."""
+        """Notes a job. Returns an object in place of the kernel, which notes its users."""
         job = Job(source, target, options, launch.dtype)
         jobs.append(job)
         return SimpleNamespace(
@@ -141,14 +140,14 @@ def collect(launches: Iterable[Launch]) -> list[Any]:
 
 
 def faults(row: dict) -> Iterator[tuple[str, int, int]]:
-    """Yields what is measured of a compiled kernel: a metric, its value and its bound."""
+    """Yields a metric of a compiled kernel, its value and its bound."""
     yield "spilled bytes", row["spill_bytes"], 0
     yield "shared memory bytes", row["shared_bytes"], row["shared_limit_bytes"]
     yield "ptxas warnings", len(row["warnings"].splitlines()), 0
 
 
 def described(row: dict) -> str:
-    """Returns names a compiled kernel: its dtype, constants and target."""
+    """Names a compiled kernel, its dtype, constants and target."""
     config = " ".join(f"{name}={x}" for name, x in json.loads(row["launch_config"]).items())
     return f"{row['kernel']} {row['dtype']} {config} for {row['target']}"
 
@@ -156,8 +155,8 @@ def described(row: dict) -> str:
 def _main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tnp.gates.compile",
-        description="Check every committed kernel configuration for every target. Only those are "
-        "compiled that changed since the file of results was written.",
+        description="Checks every committed kernel configuration for every target. Compiles only "
+        "configurations that have changed since the file of results was written.",
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
@@ -184,7 +183,7 @@ def _main() -> None:
             n_red += bool(red)
             if red:
                 print(f"RED: {described(row)}: {', '.join(red)}", flush=True)
-    finally:  # what was kept comes first, so that an interrupt loses nothing
+    finally:  # kept results come first, so that an interrupt loses nothing
         if given.keep and rows:
             for package in {row["package"] for row in rows}:
                 some = [row for row in rows if row["package"] == package]

@@ -13,7 +13,7 @@ from tnp.dispatch import devices
 # Compute capability → target.
 TARGETS = {80: "sm_80", 90: "sm_90a", 100: "sm_100a"}
 
-# ptxas -v prints these of a kernel, and warns of wgmma that wait for one another (C7508 …).
+# `ptxas -v` prints resources, and warns of wgmma that wait for one another (C7508 …).
 RESOURCES = re.compile(r"(\d+) bytes stack frame.*?Used (\d+) registers", re.DOTALL)
 WARNING = re.compile(r"^.*(?:\(C75\d\d\)|\bwarning\b).*$", re.MULTILINE | re.IGNORECASE)
 
@@ -57,7 +57,7 @@ class Job:
         }
 
     def compiled(self) -> dict:
-        """Compiles it, and returns the other columns; in a process that logs what ptxas says."""
+        """Compiles the kernel and returns the other columns. The process must log ptxas."""
         import triton
 
         start = time.perf_counter()

@@ -3,7 +3,7 @@
 Replayed predictions equal launched ones.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -14,12 +14,11 @@ from tnp.train.step import TrainingStep
 from tnp.train.step_graphs import N_EAGER_BEFORE_CAPTURE
 
 N_STEPS = N_EAGER_BEFORE_CAPTURE + 5
-# Eager runs that measure the spread, and how far beyond it a captured run may be: the largest of
-# three is a rough measure. A step that is skipped or sees old inputs is off by far more.
-N_NULL = 3
-MARGIN = 8
-# Nats between two forward passes of one model; a step at the gate's learning rate changes the loss
-# by 1e-2 to 1e-1.
+# N_NULL eager runs measure the spread, and a captured run may differ by MARGIN times as much: the
+# largest of three is a rough measure. A skipped step, or one with old inputs, differs far more.
+N_NULL, MARGIN = 3, 8
+# Nats between two forward passes with equal weights. A step at the gate's learning rate changes the
+# loss by 1e-2 to 1e-1.
 SAME_WEIGHTS = 1e-4
 
 
@@ -40,24 +39,13 @@ def captured_checks(device: torch.device, name: str, variant: Variant) -> Iterat
         losses, weights = models.train(step, device, N_STEPS), models.weights(model)
         batch = models.task(device, N_STEPS)
         with torch.no_grad():
-            # What the model says outside the step, where it casts the weights of now by itself.
-            outside = model.loss(batch)
+            outside = model.loss(batch)  # outside the step, the model casts its weights itself
         return losses, weights, max_abs_error(step(batch), outside)
 
-    losses, weights, _ = run(cuda_graph=False)
-    eager = [run(cuda_graph=False) for _ in range(N_NULL)]
-    captured = run(cuda_graph=True)
-    # What eager runs differ by among themselves: nothing where all kernels are deterministic.
-    spread = max(max_abs_error(other[0], losses) for other in eager)
-    yield Check(
-        f"{variant.name}: losses of {N_STEPS} steps, captured against eager",
-        "max_abs_error", max_abs_error(captured[0], losses), MARGIN * spread, name,
-    )  # fmt: skip
-    spread = max(relative_error(other[1], weights) for other in eager)
-    yield Check(
-        f"{variant.name}: weights after {N_STEPS} steps, captured against eager",
-        "relative_error", relative_error(captured[1], weights), MARGIN * spread, name,
-    )  # fmt: skip
+    eager, captured = [run(cuda_graph=False) for _ in range(1 + N_NULL)], run(cuda_graph=True)
+    said = f"losses of {N_STEPS} steps", f"weights after {N_STEPS} steps"
+    names = [f"{variant.name}: {what}" for what in said]
+    yield from against_eager(names, captured, eager, name)
     yield Check(
         f"{variant.name}: loss of the next step, captured against the model's own",
         "abs_error_nats", captured[2], SAME_WEIGHTS, name,
@@ -68,9 +56,30 @@ def captured_checks(device: torch.device, name: str, variant: Variant) -> Iterat
     )  # fmt: skip
 
 
+def against_eager(
+    names: Sequence[str], captured: Sequence, eager: Sequence[Sequence], implementation: str
+) -> Iterator[Check]:
+    """Checks losses and weights of a captured run against eager runs.
+
+    Eager runs differ only where a kernel is nondeterministic: the bound follows their spread.
+
+    Args:
+        names: names the two checks.
+        captured: losses and weights of the captured run.
+        eager: losses and weights of each eager run; the first is the reference.
+        implementation: of attention.
+    """
+    first, *others = eager
+    distances = ("max_abs_error", max_abs_error), ("relative_error", relative_error)
+    for at, (name, (metric, distance)) in enumerate(zip(names, distances, strict=True)):
+        spread = max(distance(other[at], first[at]) for other in others)
+        yield Check(f"{name}, captured against eager", metric,
+                    distance(captured[at], first[at]), MARGIN * spread, implementation)  # fmt: skip
+
+
 @torch.no_grad()
 def _replayed_error(device: torch.device, variant: Variant) -> float:
-    """Returns the largest difference of replays for other targets than those that were captured."""
+    """Returns the largest error of replays for other targets than the captured ones."""
     model, batch = models.build_model(device, variant), models.task(device, 0)
     launched = model.encode(batch.context)
     replayed = model.encode(batch.context, cuda_graph=True)

@@ -20,7 +20,7 @@ class Form(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Returns the kernel's name, followed by the switches that are on in its configuration."""
+        """Returns the kernel's name and the switches that are on in its configuration."""
         return " ".join((self.kernel.name, *selection.switches(self.config)))
 
 
@@ -28,8 +28,8 @@ class Form(NamedTuple):
 class Pair:
     """Holds the forced kernels of the two passes.
 
-    Both are None where PyTorch differentiates the implementation's function. `backward` is None
-    where no gradient is wanted.
+    Both are None if PyTorch differentiates the implementation. `backward` is None without
+    gradients.
     """
 
     forward: Form | None = None
@@ -41,17 +41,17 @@ class Pair:
 
     @property
     def name(self) -> str:
-        """Returns the name in rows."""
+        """Returns the pair's name in rows."""
         return ", ".join(form.name for form in self.forms)
 
     @property
     def nondeterministic(self) -> set[str]:
-        """Results that may differ between runs."""
+        """Returns the results that may differ between runs."""
         return {name for form in self.forms for name in form.kernel.nondeterministic}
 
 
 def pairs_of(found: Implementation, what: Call) -> list[Pair]:
-    """Returns the pairs of forward and backward kernels that can serve a call, in all their forms.
+    """Returns the pairs of forward and backward kernels that can serve a call, in all forms.
 
     The backward kernel of a pair reads the tensors that its forward kernel saves.
     """
@@ -72,7 +72,7 @@ def pairs_of(found: Implementation, what: Call) -> list[Pair]:
 class Forced:
     """Runs the implementation with a pair of kernels, for some gradients.
 
-    It is called as its reference is.
+    It takes the arguments of the reference.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class Forced:
         return self.plan.run(arguments[:n], arguments[n:])
 
     def alone(self, name: str) -> Forced:
-        """Returns the same for the gradient of one input."""
+        """Returns a run with the same kernels for the gradient of one input."""
         return Forced(self.setting, self.pair, (name,))
 
     def results(self, inputs: dict | None = None, upstream: Any = None) -> Results:
-        """Computes results, of the setting's inputs and gradients where none are given."""
+        """Computes results. By default it takes the setting's inputs and gradients."""
         inputs, upstream = inputs or self.setting.inputs, upstream or self.setting.upstream
         asked = self.setting.operator, self.setting.case.problem
         return compute(*asked, self, inputs, self.wanted, upstream)

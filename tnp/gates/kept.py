@@ -51,7 +51,7 @@ def results(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def write(rows: Iterable[dict[str, Any]], path: Path) -> None:
-    """Writes the file anew from rows of table `kernels` that have a `code`."""
+    """Rewrites the file from rows of table `kernels` that have a `code`."""
     lines = sorted({row["code"]: [str(row[name]) for name in _COLUMNS] for row in rows}.values())
     with replacing(path) as new, new.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -75,7 +75,7 @@ def code(job: Any) -> str:
 
 
 def _said(value: Any) -> str:
-    """Returns a constant as text. If it is a Triton function, that is its hash."""
+    """Returns a constant as text. A Triton function is written as its hash."""
     return _function(value) if hasattr(value, "cache_key") else repr(value)
 
 

@@ -1,7 +1,7 @@
-"""Checks phase 11: every committed kernel configuration compiles for its targets as it should.
+"""Checks phase 11: every committed kernel configuration compiles for its targets.
 
-Nothing spills, shared memory suffices, and ptxas warns of nothing: a wgmma that waits for the one
-before it costs more than any tuning gains. Needs no GPU. What the compiler reports goes into table
+Nothing spills, shared memory suffices, and ptxas warns of nothing. A wgmma that waits for its
+predecessor costs more than any tuning gains. Needs no GPU. The compiler's numbers go into table
 `kernels`. No benchmark waits for this gate: a slow kernel is not a wrong one.
 """
 
@@ -17,7 +17,7 @@ _compiled: list[dict] = []  # in this process
 
 
 def kernel_rows() -> list[dict]:
-    """Returns rows of table `kernels`, without provenance, of what `checks` compiled."""
+    """Returns the rows of table `kernels` from `checks`, without provenance."""
     return [
         {name: value for name, value in row.items() if name not in _NOT_IN_THE_TABLE}
         for row in _compiled
@@ -25,7 +25,7 @@ def kernel_rows() -> list[dict]:
 
 
 def checks(device: torch.device) -> Iterator[Check]:
-    """Yields one of each kind for every implementation that launches the kernel: those it stops."""
+    """Yields checks of each kernel, for every implementation that launches it."""
     _compiled.clear()
     for row in compile_all():
         _compiled.append(row)

@@ -29,15 +29,13 @@ from tnp.dispatch.spec import (
     Problem,
 )
 
-# Problems that are drawn for an entry of costs, to find one that its kernel serves.
+# Problems to draw for an entry of costs, until its kernel serves one.
 N_DRAWN = 100
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Holds a launch: `call` launches kernels on meta tensors, for the implementations in
-    `users`.
-    """
+    """Holds a launch: `call` launches kernels on meta tensors, for the implementations `users`."""
 
     capability: int
     dtype: str
@@ -63,7 +61,8 @@ def _capabilities(operator: Operator) -> list[int]:
     """Returns the compute capabilities that any kernel of the operator is compiled for."""
     from tnp.dispatch import selection
 
-    operations = (one for own in _ours(operator) for one in (own.forward, own.backward))
+    ours = catalog().ours(operator.name)
+    operations = (one for own in ours for one in (own.forward, own.backward))
     kernels = [selection.kernels_of(one).values() for one in operations if one is not None]
     return sorted({each for some in kernels for kernel in some for each in kernel.compiled_for})
 
@@ -72,7 +71,7 @@ def _of_cases(operator: Operator, target: Target) -> Iterable[Problem]:
     """Returns the gate's largest problem for each dtype and options.
 
     bfloat16 stands for float16 too, which needs as many registers. float32 is compiled for one GPU
-    only, because a thread has equally many registers on all GPUs.
+    only: a thread has equally many registers on all GPUs.
     """
     dtypes = ("bfloat16", "float32") if target.capability == 90 else ("bfloat16",)
     largest: dict[tuple, Problem] = {}
@@ -101,7 +100,7 @@ def _of_tables(operator: Operator) -> Iterator[Launch]:
     """
     by_name = {
         operation.name: (own, operation)
-        for own in _ours(operator)
+        for own in catalog().ours(operator.name)
         for operation in (own.forward, own.backward)
         if operation is not None
     }
@@ -143,10 +142,6 @@ def _problems(operator: Operator, entry: tuned_tables.Entry) -> Iterator[Problem
     yield from (operator.random_problem(chance, dtype) for _ in range(N_DRAWN))
 
 
-def _ours(operator: Operator) -> list[Implementation]:
-    return catalog().ours(operator.name)
-
-
 def launches(
     operator: Operator,
     problem: Problem,
@@ -169,7 +164,7 @@ def launches(
     """
     from tnp.gates.results import wanted_of
 
-    for own in [implementation] if implementation else _ours(operator):
+    for own in [implementation] if implementation else catalog().ours(operator.name):
         every = wanted_of(operator, own, Case(problem))
         single = ((name,) for name in every) if singly else ()
         for wanted in dict.fromkeys(((), every, *single)):

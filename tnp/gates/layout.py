@@ -1,4 +1,4 @@
-"""Checks that a launch leaves tensors as `Kernel.empty` says: a compiler knows only these."""
+"""Checks that a launch lays out tensors as `Kernel.empty` says, which is all a compiler knows."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tnp.gates.results import Setting
 
 
 def faults(plan: KernelPlan, backward: Kernel | None, setting: Setting) -> list[str]:
-    """Returns a sentence for each tensor that a plan's launches return unlike `Kernel.empty` says.
+    """Returns a sentence for each tensor of a plan's launches that differs from `Kernel.empty`.
 
-    The tensors' values do not matter, so that Triton's interpreter skips the kernels.
+    The tensors' values do not matter, so Triton's interpreter skips the kernels.
     """
     operator, numbers = setting.operator, setting.operator.numbers
     inputs = tuple(setting.inputs.values())
@@ -52,10 +52,7 @@ def _different(names: tuple[str, ...], results: tuple, says: tuple) -> Iterator[
 
 
 def _looks(x: torch.Tensor | None) -> tuple | None:
-    """Returns the properties that compiled code relies on.
-
-    Strides of dimensions of one element are not.
-    """
+    """Returns the properties that compiled code relies on. Strides of sizes 1 do not count."""
     if x is None:
         return None
     steps = tuple(

@@ -34,7 +34,7 @@ from tnp.gates.poison import Poisoned, guarded
 from tnp.gates.results import Gradient, Results, Setting, wanted_of
 from tnp.train import warm
 
-# A result that moves between runs is a race.
+# Runs that must agree: a result that changes between runs shows a race.
 REPEATS = {"cuda": 50, "cpu": 1}
 FIRST_RUN: Mapping[str, Sequence[str]] = MappingProxyType({})
 
@@ -45,8 +45,8 @@ def checks(
     """Yields the checks of implementation `name` of operator `op`, case by case.
 
     Each case ends in `Finished`. A case that does not fit the GPU's memory is left out. `finished`
-    are parts that an earlier run of the same code made, and what each found: they are not made
-    again.
+    holds the parts that an earlier run of the same code made, with their findings: they are
+    skipped.
 
     Raises:
         ValueError: there is no such operator or implementation.
@@ -152,17 +152,17 @@ def _of_case(setting: Setting, known: Known, with_routes: bool) -> Iterator[Chec
 
 
 def _is_red(setting: Setting, broken: Any) -> bool:
-    """Returns whether a broken reference is found out."""
+    """Returns whether the bounds find a broken reference."""
     got = setting.results(broken, setting.inputs, setting.upstream)
     given = {name: value for name, value in got.items() if value is not None}
     return any(not ratio <= bound for _, ratio, bound in setting.judged(given))
 
 
 def _of_pair(run: Forced, thorough: bool, is_new: bool) -> Iterator[Check]:
-    """Checks a pair of kernels: all checks in every case on a GPU, and in the interpreter in the
-    first case with its options.
+    """Checks a pair of kernels.
 
-    Numbers out of range are checked of the first alone: `is_new`.
+    On a GPU every case gets all checks. In the interpreter only the first case with its options
+    does. Numbers out of range are checked for the first case only (`is_new`).
     """
     setting, found, first = run.setting, run.setting.found, run.results()
     yield from run.against_float64(first, "")
@@ -177,22 +177,23 @@ def _of_pair(run: Forced, thorough: bool, is_new: bool) -> Iterator[Check]:
         yield from out_of_range.checks(run, first)
     if run.pair.forward is not None:
         yield from _of_layout(run, thorough)
-    if thorough and setting.wanted:  # what nobody differentiates may be computed by another kernel
+    if thorough and setting.wanted:  # without gradients another kernel may run
         alone = Forced(setting, Pair(run.pair.forward), ()).results()
         yield from run.against_float64(alone, " without gradients")
         yield from _of_gradients(run)
 
 
 def _same(run: Forced, first: Results, others: Iterable[Results], how: str) -> Iterator[Check]:
-    """Others are the first bit by bit; of what may move that which is furthest from the first stays
-    within its bound.
+    """Checks that other results equal the first bit by bit.
+
+    Results that may move must stay within their bound: the one furthest from the first is checked.
     """
     difference, furthest = 0.0, dict[str, tuple[float, torch.Tensor]]()
     for other in others:
         for name, value in first.items():
             if value is None:
                 continue
-            # Nearly always they are equal, which is a third of the work to find out.
+            # They are nearly always equal, and `torch.equal` takes a third of the time.
             same = torch.equal(other[name], value)
             apart = 0.0 if same else max_abs_error(other[name], value)
             if name not in run.nondeterministic:
@@ -206,9 +207,7 @@ def _same(run: Forced, first: Results, others: Iterable[Results], how: str) -> I
 
 
 def _of_memory(run: Forced, first: Results) -> Iterator[Check]:
-    """Checks that every element of a result is written, none beside an input is read, no input is
-    changed.
-    """
+    """Checks that a result is wholly written, nothing beside an input is read, inputs stay."""
     own = run.setting.inputs
     inputs = {name: x if x is None else guarded(x.detach()) for name, x in own.items()}
     with Poisoned():
@@ -237,9 +236,7 @@ def _of_layout(run: Forced, thorough: bool) -> Iterator[Check]:
 
 
 def _of_gradients(run: Forced) -> Iterator[Check]:
-    """Checks each requested gradient alone, each output's gradient alone, and gradients of other
-    layouts.
-    """
+    """Checks each gradient alone, each output's gradient alone, and other layouts."""
     setting = run.setting
     if len(run.wanted) > 1:
         for name in run.wanted:
@@ -267,7 +264,7 @@ def _is_differentiable(setting: Setting, output: str) -> bool:
 
 
 def _of_one(upstream: Gradient, output: str, name: str, like: torch.Tensor) -> torch.Tensor | None:
-    """Returns the gradient of `output`; None of the others."""
+    """Returns the gradient of `output`, and None for others."""
     return upstream(name, like) if name == output else None
 
 
@@ -277,5 +274,5 @@ def _expanded(name: str, like: torch.Tensor) -> torch.Tensor:
 
 
 def _transposed(gradient: torch.Tensor) -> torch.Tensor:
-    """Returns the same numbers, the last two dimensions exchanged in memory."""
+    """Returns the same numbers with the last two dimensions exchanged in memory."""
     return gradient if gradient.dim() < 2 else gradient.mT.contiguous().mT

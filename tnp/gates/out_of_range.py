@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def checks(run: Forced, first: Results) -> Iterator[Check]:
-    """Yields a check for each of the inputs that the operator's `out_of_range` gives.
+    """Yields a check for each input that the operator's `out_of_range` gives.
 
     Args:
         run: computes results of the setting's inputs.

@@ -1,7 +1,7 @@
-"""Poisons memory that a kernel must not rely on: unwritten results, and what it may not read.
+"""Poisons memory that a kernel must not rely on: unwritten results, and memory beside inputs.
 
-A kernel that leaves part of its result unwritten, or reads past the end of an input, is right as
-long as that memory happens to hold zeros. Here it holds NaN, and integers their largest value.
+A kernel may leave part of its result unwritten, or read past the end of an input. It is still right
+while that memory holds zeros. Here it holds NaN, and the largest value for integers.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tnp.util.checks import is_expanded
 
-# What PyTorch's functions of uninitialized memory are, however they are spelled.
+# PyTorch's functions that return uninitialized memory.
 EMPTY = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted",
                    "new_empty", "new_empty_strided"})  # fmt: skip
-# Elements around a guarded input: a multiple of 16 bytes in every dtype, and wider than what one
-# thread loads at once.
+# Elements around a guarded input: a multiple of 16 bytes in every dtype, and more than one thread
+# loads at once.
 GUARD = 256
 
 
@@ -37,8 +37,7 @@ def fill(x: torch.Tensor) -> torch.Tensor:
 
 
 def guarded(x: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of `x` with its strides, whose memory is poisoned around it and between its
-    elements.
+    """Returns a copy of `x` with its strides, and poison around it and between its elements.
 
     A tensor with strides of 0, whose elements share memory, is returned as it is.
     """

@@ -1,4 +1,4 @@
-"""Keeps a gate's progress in a file, so that a gate that was ended goes on where it stopped.
+"""Keeps a gate's progress in a file, so that an interrupted gate continues where it stopped.
 
 The file has one JSON object a line. The first line names the code. Then each check adds a line, and
 each finished part adds one after its checks. The file stays when the gate's process is killed or
@@ -71,7 +71,7 @@ class Progress:
         Args:
             part: its name.
             of: number of parts of the gate.
-            found: other findings of its checks, which a resumed gate reads in `finished`.
+            found: other findings of its checks, which a continued gate reads in `finished`.
         """
         new = {name: code for name, code in self.launched.items() if name not in self.kernels}
         line = {"part": part, "of": of, "found": list(found), "kernels": new}

@@ -17,7 +17,7 @@ from tnp.ops._shared.random_values import Random, Upstream
 
 Inputs = dict[str, torch.Tensor | None]  # by name, in the operator's order
 Results = dict[str, torch.Tensor | None]  # outputs by name, and "d" + input; None: not given
-Gradient = Callable[[str, torch.Tensor], torch.Tensor | None]  # of an output, by name and looks
+Gradient = Callable[[str, torch.Tensor], torch.Tensor | None]  # (name, like) of an output
 
 
 def compute(
@@ -29,7 +29,7 @@ def compute(
     upstream: Gradient | None = None,
     **options: Any,
 ) -> Results:
-    """Outputs of `function(*inputs, *scalars, **options)`, and gradients of the `wanted` inputs."""
+    """Returns outputs of `function(*inputs, *scalars, **options)`, and the `wanted` gradients."""
     leaves = [
         x if x is None else x.detach().requires_grad_(name in wanted) for name, x in inputs.items()
     ]
@@ -65,16 +65,16 @@ class Setting:
     budget: Budget
     floors: float | Mapping[str, float]  # relative errors that no rounding can undercut
     plain: Callable  # PyTorch's form in the case's dtype
-    own: Results  # by it
-    exact: Results  # in float64, of what the implementation's number format holds
-    originals: Results | None  # in float64 of the inputs as they are, where that is another thing
-    rounded: Results  # in float64 with the roundings that a narrower format brings on the way
+    own: Results  # of `plain`
+    exact: Results  # in float64, from inputs as the implementation's number format holds them
+    originals: Results | None  # in float64 from the inputs themselves, if those differ
+    rounded: Results  # in float64, with the roundings that a narrower format causes on the way
 
     @classmethod
     def of(
         cls, operator: Operator, found: Implementation, case: Case, device: torch.device
     ) -> Setting:
-        """Draws the inputs and computes what is expected."""
+        """Draws the inputs and computes the expected results."""
         drawn = operator.draw(case, Random(case, device))
         inputs = {name: drawn.get(name) for name in operator.tensors}
         options = dict(operator.call_options(case.problem))
@@ -98,12 +98,12 @@ class Setting:
         return devices.of_device(self.device)
 
     def results(self, function: Callable, inputs: Inputs, upstream: Gradient) -> Results:
-        """Returns the results of a function that is called as the reference is."""
+        """Returns the results of a function that takes the reference's arguments."""
         asked = self.operator, self.case.problem
         return compute(*asked, function, inputs, self.wanted, upstream, **self.options)
 
     def with_upstream(self, upstream: Gradient) -> Setting:
-        """Returns the same with other gradients of the outputs, and their expected results."""
+        """Returns the setting for other gradients of the outputs."""
         inputs, budget = self.inputs, self.budget
         held = inputs if budget.emulate is None else inputs | budget.emulate(self.case, inputs)
 
@@ -128,17 +128,17 @@ class Setting:
         )  # fmt: skip
 
     def against_float64(self, got: Results, how: str, kernel: str = "") -> Iterator[Check]:
-        """Yields a check of each result; `how` it was computed is said after its name."""
+        """Yields a check of each result. `how` follows its name."""
         for result, ratio, bound in self.judged(got):
             what = f"{result}{how} against float64"
             yield self.check(what, "error_ratio", ratio, bound, kernel)
 
     def judged(self, got: Results) -> Iterator[tuple[str, float, float]]:
-        """Returns name, error ratio and bound of each result, and of emulated ones against the
-        originals.
+        """Yields name, error ratio and bound of each result, and of emulated ones twice.
 
-        A result that is missing, of another shape than PyTorch's or of a narrower dtype, is
-        infinitely wrong.
+        Emulated results are also compared with float64 results of the original inputs. A result
+        that is missing, of another shape than PyTorch's, or of a narrower dtype has an infinite
+        error.
         """
         for name, value in got.items():
             is_gradient = name not in self.operator.outputs
@@ -150,23 +150,23 @@ class Setting:
                 yield f"{name} of the originals", ratio, self.budget.emulated
 
     def _emulated(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a result as the number format leaves it, in `dtype` where it is rounded."""
+        """Returns a result as the number format leaves it, in `dtype` if it is rounded."""
         found = self.rounded.get(name)
         return self.exact[name] if found is None else found.to(dtype)
 
     def _ratio(self, name: str, value: torch.Tensor | None) -> float:
         own, exact = self.own[name], self.exact[name]
         if value is None or exact is None or own is None:
-            # What is not differentiated through has no gradient, or one of zeros.
+            # An input that the result does not depend on has no gradient, or zeros.
             given = next((x for x in (value, exact) if x is not None), None)
             return 0.0 if given is None or not given.count_nonzero() else math.inf
-        # As wide as PyTorch's, or wider: what was summed in float32 may be handed on so.
+        # The dtype is PyTorch's or wider: sums in float32 may be returned in float32.
         if value.shape != own.shape or value.dtype != torch.promote_types(value.dtype, own.dtype):
             return math.inf
         if not value.is_floating_point():
             return 0.0 if torch.equal(value, own) else math.inf
         floor = self.floors.get(name, 0.0) if isinstance(self.floors, Mapping) else self.floors
-        # Infinite where the result is zero and nothing can be said relative to it.
+        # The floor is infinite if the result is zero: a relative error has no meaning then.
         floor = floor if math.isinf(floor) else floor * exact.norm().item()
         if name in self.rounded:
             floor = max(floor, distance(self.rounded[name], exact))
@@ -174,7 +174,7 @@ class Setting:
 
 
 def in_float64(inputs: Inputs) -> Inputs:
-    """Returns floating-point inputs in float64, whole numbers as they are."""
+    """Returns floating-point inputs in float64, and whole numbers unchanged."""
     return {
         name: x.double() if x is not None and x.is_floating_point() else x
         for name, x in inputs.items()
@@ -182,7 +182,7 @@ def in_float64(inputs: Inputs) -> Inputs:
 
 
 def wanted_of(operator: Operator, found: Implementation, case: Case) -> tuple[str, ...]:
-    """Inputs whose gradients an implementation gives in a case; none where it is `forward_only`."""
+    """Returns the inputs whose gradients an implementation gives; () for `forward_only`."""
     if not found.differentiable or case["forward_only"]:
         return ()
     given = operator.differentiated if found.gradients is None else found.gradients

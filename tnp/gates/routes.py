@@ -1,6 +1,6 @@
-"""One case by every route that a call can take: eager, compiled, captured, as a custom operator.
+"""Runs one case by every route of a call: eager, compiled, captured, as a custom operator.
 
-And one of each kind that has lengths, captured, with other lengths in the same memory.
+One case of each kind with lengths also runs captured, with other lengths in the same memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BACKEND = {"cpu": "aot_eager", "cuda": "inductor"}
 def checks(setting: Setting) -> Iterator[Check]:
     """Checks the routes.
 
-    Forms of PyTorch and other packages are called as they are; ours go every way.
+    Forms of PyTorch and other packages are called directly. Ours go every way.
     """
     found, device, call = setting.found, setting.device.type, _call(setting)
     yield from setting.against_float64(_results(setting, call), ", eager,")
@@ -42,7 +42,7 @@ def checks(setting: Setting) -> Iterator[Check]:
 
 
 def with_other_lengths(setting: Setting) -> Iterator[Check]:
-    """Yields a captured launch is right for what its lengths become, which are changed in place."""
+    """Checks that a captured launch is right for lengths that change in place."""
     captured, replay = _captured(partial(_results, setting, _call(setting)))
     for name, x in setting.operator.other_lengths(setting.inputs).items():
         setting.inputs[name].copy_(x)
@@ -52,7 +52,7 @@ def with_other_lengths(setting: Setting) -> Iterator[Check]:
 
 
 def _call(setting: Setting) -> Callable:
-    """Returns the implementation as the public function reaches it, called as the reference is."""
+    """Returns a function with the reference's arguments that makes the public call."""
     n, options = len(setting.operator.tensors), tuple(setting.options.items())
 
     def run(*arguments: Any) -> Any:
@@ -68,9 +68,7 @@ def _results(setting: Setting, function: Callable) -> Results:
 
 
 def _captured(results: Callable[[], Results]) -> tuple[Results, Callable[[], None]]:
-    """Returns the results that a CUDA graph writes, NaN before it ran, and the function that
-    replays it.
-    """
+    """Returns the results that a CUDA graph writes, NaN before it runs, and its replay."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -92,7 +90,7 @@ def _captured(results: Callable[[], Results]) -> tuple[Results, Callable[[], Non
 
 
 def _opcheck(setting: Setting) -> Check:
-    """PyTorch's own tests of the custom operator: schema, autograd, fake tensors, AOT dispatch."""
+    """Runs PyTorch's own tests of the custom operator: schema, autograd, fake tensors, AOT."""
     operator = setting.operator
     inputs = tuple(
         x if x is None else x.detach().requires_grad_(name in setting.wanted)
@@ -100,7 +98,7 @@ def _opcheck(setting: Setting) -> Check:
     )
     tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if not any(x is not None and x.dtype.itemsize == 1 for x in inputs):
-        tests.insert(0, "test_schema")  # it multiplies what it compares, which 8 bits cannot
+        tests.insert(0, "test_schema")  # it multiplies values, which PyTorch cannot do in 8 bits
     outcomes = torch.library.opcheck(
         custom_op.custom_operator(operator).differentiable,
         (*inputs, *operator.numbers, _text(setting, inputs)),

@@ -1,33 +1,29 @@
-"""Checks phase 6: skipping rows that reach no result, with all operators of ours, changes no
-result.
+"""Checks phase 6: skipping rows that no result needs changes no result, with all our operators.
 
-In float64 the model that skips gives the loss and gradients of the one that does not, to the
-rounding of sums in another order. In the model's dtype, with every operator of ours, loss and each
-gradient are those of float64 as nearly as training needs and within PyTorch's own error; compiled
-and recomputed they are as near to float64 as they are eager, captured the steps are the eager ones.
+In float64, the model that skips gives the loss and gradients of the other, except for the rounding
+of sums in another order. In the model's dtype, with all our operators, loss and gradients are as
+near to float64 as training needs, and as PyTorch's own. Compiled and recomputed steps are as near
+as eager ones. Captured steps equal the eager ones.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import torch
 
 from tnp.dispatch.spec import Budget
 from tnp.gates import models
-from tnp.gates.checks import Check, Unsupported, error_ratio, max_abs_error, relative_error
+from tnp.gates.checks import Check, Unsupported, error_ratio, max_abs_error
 from tnp.gates.cuda_graphs import captured_checks
+from tnp.gates.models import LOSS_BOUND
 from tnp.model.transformer_np import TransformerNP
 from tnp.model.variants import Variant
 from tnp.tasks.task import Task
 from tnp.train.step import TrainingStep
 
-# Some ten sums of up to a thousand products, each in an order of its own.
-FLOAT64_BOUND = 1e-12
-LOSS_BOUND = 1e-3  # nats
 COSINE_BOUND = 0.999
-# Over the eager gradient's error: ours are the same kernels, only what is between them rounds in
-# other places. A recomputed block adds its update to the stream at its end, so that the gradient of
-# the sum is rounded once more.
+# Bound of an error over the eager gradient's error. Our kernels are the same, but other operations
+# round in other places. A recomputed block adds its update to the stream at its end, so that the
+# gradient of the sum is rounded once more.
 EAGER_BUDGET = 2.0
 N_STEPS = 3
 
@@ -41,11 +37,12 @@ def checks(device: torch.device) -> Iterator[Check]:
     double = batch.to(dtype=torch.float64)
     loss, gradients = models.gradients_by_tensor(exact, double)
     _, own = models.gradients_by_tensor(plain, batch)
-    yield from _exactness(exact, double, loss, gradients)
+    skipping = models.gradients_by_tensor(models.exact(plain, skip_unread=True), double)
+    yield from models.float64_checks(", unread rows skipped", skipping, (loss, gradients))
     for attention in ("separate", "fused"):
         model = models.build_model(device, models.ours(device, attention))
         ours, padded = models.gradients_by_tensor(model, batch)
-        ours_gradients = _without_padding(padded, gradients)
+        ours_gradients = models.without_padding(padded, gradients)
         yield Check("all operators of ours, loss against float64", "abs_error_nats",
                     max_abs_error(ours, loss), LOSS_BOUND, attention)  # fmt: skip
         for name, reference in gradients.items():
@@ -62,19 +59,13 @@ def checks(device: torch.device) -> Iterator[Check]:
         eager = (ours, ours_gradients, gradients)
         for what, switched in models.recomputing(device, model.variant):
             yield from _as_near(what, switched, None, batch, *eager)
-        if attention == "fused":  # the other would take Inductor as long again
+        if attention == "fused":  # `separate` would take Inductor as long again
             yield from _as_near("compiled", model, _compiled(model, device), batch, *eager)
         models.train(TrainingStep(model, learning_rate=chosen.learning_rate), device, N_STEPS)
         yield Check(f"all operators of ours, padding after {N_STEPS} optimizer steps",
                     "max_abs_value", models.padding(model), 0.0, attention)  # fmt: skip
     if device.type == "cuda":
         yield from captured_checks(device, "fused", models.ours(device))
-
-
-def _without_padding(
-    padded: dict[str, torch.Tensor], unpadded: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    return {name: padded[name][tuple(map(slice, x.shape))] for name, x in unpadded.items()}
 
 
 def _compiled(model: TransformerNP, device: torch.device) -> Callable[..., torch.Tensor]:
@@ -94,11 +85,9 @@ def _as_near(
     gradients: dict[str, torch.Tensor],
     exact: dict[str, torch.Tensor],
 ) -> Iterator[Check]:
-    """Yields the model run another way is as near to float64 as `gradients`, those of the eager
-    one.
-    """
+    """Checks that the model run another way is as near to float64 as the eager `gradients`."""
     found, padded = models.gradients_by_tensor(model, batch, nll)
-    own = _without_padding(padded, exact)
+    own = models.without_padding(padded, exact)
     attention = model.variant.attention
     yield Check(f"all operators of ours, {what}, loss against eager", "abs_error_nats",
                 max_abs_error(found, loss), LOSS_BOUND, attention)  # fmt: skip
@@ -106,19 +95,3 @@ def _as_near(
         yield Check(f"all operators of ours, {what}, gradient of {name} over the eager one",
                     "error_ratio", error_ratio(own[name], gradients[name], reference),
                     EAGER_BUDGET, attention)  # fmt: skip
-
-
-def _exactness(
-    exact: TransformerNP, double: Task, loss: torch.Tensor, gradients: dict[str, torch.Tensor]
-) -> Iterator[Check]:
-    skipping = models.exact(exact)
-    variant = replace(skipping.variant, skip_unread=True)
-    skipping.variant = variant
-    for block in skipping.blocks:
-        block.attention.variant = variant
-    skipped, skipped_gradients = models.gradients_by_tensor(skipping, double)
-    yield Check("float64 loss, unread rows skipped", "max_abs_error",
-                max_abs_error(skipped, loss), FLOAT64_BOUND)  # fmt: skip
-    for name, reference in gradients.items():
-        yield Check(f"float64 gradient of {name}, unread rows skipped", "relative_error",
-                    relative_error(skipped_gradients[name], reference), FLOAT64_BOUND)  # fmt: skip

@@ -1,7 +1,7 @@
 """Arranges rows [context, buffer, followers, others], and says which keys each of them sees.
 
-`buffered_attention` takes them as they lie. Where it refuses them they are split for attention and
-joined behind it, once each way, each row copied into its place.
+`buffered_attention` takes all rows at once. If it refuses them, the rows are split for several
+calls of attention, and the results are joined. Each row is copied once each way.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from tnp.ops.buffered_attention import OPERATOR, buffered_attention
 
 
 def behind(lengths: torch.Tensor, n_first: int, n: int) -> torch.Tensor:
-    """Returns int64 [B, n_first + n], the order in which n rows follow each sample's first
+    """Returns the order, int64 [B, n_first + n], in which n rows follow each sample's first
     lengths[b].
 
-    Rows are n_first of a sample and n others; what is padding comes last.
+    A sample has n_first rows, of which the first lengths[b] are no padding, and then n others.
+    Padding comes last.
     """
     place = torch.arange(n_first + n, device=lengths.device)
     moved = (place + n_first - lengths[:, None]).clamp(max=n_first + n - 1)
@@ -34,10 +35,10 @@ def behind(lengths: torch.Tensor, n_first: int, n: int) -> torch.Tensor:
 
 
 def in_wide_elements(*xs: torch.Tensor) -> list[torch.Tensor]:
-    """Views [..., D] in elements of 16 bytes where all can be read so.
+    """Views tensors [..., D] in elements of 16 bytes if all of them allow it.
 
-    PyTorch copies strided rows an element a thread, so that few wide ones take less time. What a
-    compiler makes of copies needs no help.
+    PyTorch's copy of strided rows moves one element a thread, so fewer and wider elements take less
+    time. Compiled copies need no such help.
     """
     wide = 16 // xs[0].element_size()
 
@@ -51,8 +52,9 @@ def in_wide_elements(*xs: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _is_transformed(*xs: torch.Tensor) -> bool:
-    """Returns whether forward mode or a transform of `torch.func` is open, or xs are batched:
-    these know PyTorch's differentiable operations alone.
+    """Returns whether forward mode or a transform of `torch.func` is open, or xs are batched.
+
+    These support only PyTorch's own differentiable operations.
     """
     return functorch_level() is not None or in_forward_mode() or is_batched(xs)
 
@@ -62,8 +64,8 @@ def _in_elements_of(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _split(x: torch.Tensor, sizes: tuple[int, ...], n: int) -> tuple[torch.Tensor, ...]:
-    """Splits rows [B, L, H, D] into those that see the context alone, first and last of L, and G
-    groups of n beside the buffer.
+    """Splits rows [B, L, H, D] into rows that see only the context, and G groups of n rows beside
+    the buffer. The former are the first and the last of L.
 
     Group g of head h becomes head h · G + g, which reads keys of head h: [B, n, H · G, D].
     """
@@ -85,7 +87,7 @@ def _join(sizes: tuple[int, ...], alone: torch.Tensor, grouped: torch.Tensor) ->
 
 
 class _Split(torch.autograd.Function):
-    """Splits, and joins the gradients: autograd's own gradient would copy most rows three times."""
+    """Splits rows, and joins gradients: autograd's own would copy most rows three times."""
 
     @staticmethod
     def forward(ctx, x, sizes, n):
@@ -100,7 +102,7 @@ class _Split(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """Joins, and splits the gradient."""
+    """Joins rows, and splits their gradient."""
 
     @staticmethod
     def forward(ctx, sizes, n, *parts):
@@ -114,10 +116,10 @@ class _Join(torch.autograd.Function):
 
 
 class _Keys(torch.autograd.Function):
-    """Returns keys and values of the first m points, and of all.
+    """Returns keys and values of the first m points, and of all points.
 
-    The gradient of the first is added in place to that of all, which attention has just made for
-    nobody else. So dk and dv stay halves of the same rows, one product for the projection.
+    The gradient of the first is added in place to the gradient of all, which nothing else uses. So
+    dk and dv stay halves of the same rows, which the projection multiplies in one product.
     """
 
     @staticmethod
@@ -127,12 +129,12 @@ class _Keys(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dk_first, dv_first, dk, dv):
-        # With create_graph: what has a graph is not written to.
+        # With create_graph the gradient has a graph, so it is not changed in place.
         if torch.is_grad_enabled() or _is_transformed(dk, dv):
             behind = (0, 0, 0, dk.shape[2] - ctx.m)
             return dk + pad(dk_first, behind), dv + pad(dv_first, behind), None
         if dk.data_ptr() == dv.data_ptr() or 0 in (*dk.stride(), *dv.stride()):
-            dk, dv = dk.clone(), dv.clone()  # one tensor for both, or one number for many
+            dk, dv = dk.clone(), dv.clone()  # both may be one tensor, or an expanded one
         for whole, first in ((dk, dk_first), (dv, dv_first)):
             whole.narrow(2, 0, ctx.m).add_(first)
         return dk, dv, None
@@ -143,7 +145,7 @@ def _refusal(
     implementation: str, dtype: torch.dtype, device: torch.device, wanted: tuple[str, ...],
     **problem: int | bool,
 ) -> str | None:  # fmt: skip
-    """Returns why it cannot serve the problem. The answer is cached: a step asks in every block."""
+    """Returns why it cannot serve the problem. The answer is cached, because every block asks."""
     call = Call(
         OPERATOR.problem(str(dtype).removeprefix("torch."), **problem),
         devices.of_device(device), wanted,
@@ -153,10 +155,10 @@ def _refusal(
 
 @dataclass(frozen=True)
 class BufferedRows:
-    """Describes rows [context, buffer, followers, others], and the keys that each of them sees.
+    """Describes rows [context, buffer, followers, others], and the keys that each row sees.
 
-    Followers are `n_groups` groups of as many targets as there are points in the buffer: the i-th
-    of a group sees points 0 … i. Others see the context alone.
+    Followers are `n_groups` groups, each with as many targets as the buffer has points. Target i of
+    a group sees the context and points 0 … i. Others see only the context.
     """
 
     n_context: int
@@ -183,7 +185,7 @@ class BufferedRows:
     def at_once(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, base2: bool, implementation: str
     ) -> torch.Tensor:
-        """Returns [B, rows of q, width] from one launch. Takes q, k and v as `around` does."""
+        """Returns [B, rows of q, width] from one launch. The arguments are those of `around`."""
         o = buffered_attention(
             q, k, v, self.n_buffer, n_groups=self.n_groups, all_rows=q.shape[2] == self.n_rows,
             n_keys=self.lengths, base2=base2, implementation=implementation,
@@ -193,13 +195,15 @@ class BufferedRows:
     def around(
         self, heads: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        """Returns [B, rows of q, width] from one call heads(q, k, v, n_keys, causal) a kind of
-        rows.
+        """Returns [B, rows of q, width].
+
+        Each kind of rows takes one call heads(q, k, v, n_keys, causal).
 
         Args:
-            heads: [B, H, n_q, D] and keys and values → [B, n_q, H · D]. Nobody may keep the
-                gradients that it gives keys and values: they are added to in place.
-            q: [B, H, rows, D], of all rows, or of followers and others alone.
+            heads: takes q [B, H, n_q, D], keys and values, and returns [B, n_q, H · D]. The
+                gradients that it returns for keys and values are changed in place, so nothing else
+                may keep them.
+            q: [B, H, rows, D], of all rows, or only of followers and others.
             k, v: [B, H, n_context + n_buffer, D].
         """
         m, n = self.n_context, self.n_buffer
@@ -217,7 +221,7 @@ class BufferedRows:
         def seen(rows: torch.Tensor, *keys: Any) -> torch.Tensor:
             return heads(rows.transpose(1, 2), *keys).view(rows.shape) if rows.shape[1] else rows
 
-        # [B, rows, H, D] is how attention of ours writes o and dq, and how they are projected.
+        # Our attention writes o and dq as [B, rows, H, D], and the projections read this layout.
         alone, beside = split(q.transpose(1, 2), sizes, n)
         o = seen(alone, *of_context, self.lengths), seen(beside, *of_all_keys)
         return (join(sizes, *o) if plain else join(sizes, n, *o)).flatten(2)

@@ -1,14 +1,14 @@
 """Adds points behind a context that is encoded once and kept: the causal buffer.
 
 A point of the buffer sees the context, the points that entered before it, and itself. A target sees
-the context and what is in the buffer. The context sees neither, so its keys and values stay what
-they are (Hassan and others, Efficient Autoregressive Inference for Transformer Probabilistic
-Models, arXiv 2510.09477).
+the context and the points in the buffer. The context sees neither, so its keys and values do not
+change (Hassan and others, Efficient Autoregressive Inference for Transformer Probabilistic Models,
+arXiv 2510.09477).
 
-Behind keys [context, buffer] that is causal attention: of n queries beside n points of the buffer
-query i sees the context and points 0 … i. Points of the buffer and targets that see as many of them
-are heads that share their keys, so no mask is made. Points carry no number of their place, since
-without one that paper found no difference (its appendix H.2).
+With keys [context, buffer] this is causal attention: of n queries beside n points of the buffer,
+query i sees the context and points 0 … i. Points of the buffer, and targets that see as many of
+them, become heads that share keys, so no mask is made. Points have no embedding of their place: the
+paper found no difference without (its appendix H.2).
 """
 
 from __future__ import annotations
@@ -31,11 +31,7 @@ Points = tuple[torch.Tensor, torch.Tensor]  # x [B, n, d_x], y [B, n, d_y]
 
 
 def parameters(
-    model: Network,
-    context: Context,
-    buffer: Points,
-    x_target: torch.Tensor,
-    n_groups: int,
+    model: Network, context: Context, buffer: Points, x_target: torch.Tensor, n_groups: int
 ) -> torch.Tensor:
     """Returns mixture parameters [B, N, K, 1 + 2·d_y] at all targets, in one pass.
 
@@ -43,8 +39,8 @@ def parameters(
         model: with a buffer.
         context: in the model's units, without padding; so are all others.
         buffer: n points, in the order in which they enter.
-        x_target: [B, N, d_x]: n_groups · n followers, a group behind the other, and others.
-        n_groups: of followers.
+        x_target: [B, N, d_x]: n_groups · n followers, group after group, and then others.
+        n_groups: groups of followers.
     """
     m, n = context.x.shape[1], buffer[0].shape[1]
     x, y = (torch.cat(both, 1) for both in ((context.x, buffer[0]), (context.y, buffer[1])))
@@ -54,7 +50,7 @@ def parameters(
 
 
 def n_entering(room: int | None, n_target: int) -> int:
-    """Points that a training step of so many targets puts into a buffer of `room`, or into none."""
+    """Returns how many of a training step's targets enter a buffer of `room`."""
     return 0 if room is None else min(room, n_target // 2)
 
 
@@ -70,12 +66,13 @@ def training_parameters(
     y_target: torch.Tensor,
     target_lengths: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Returns mixture parameters [B, N, K, 1 + 2·d_y] at targets of which half see the buffer.
+    """Returns mixture parameters [B, N, K, 1 + 2·d_y] at targets.
 
-    The others see the context alone, and some of these fill the buffer: the published mixture,
-    whose prefix lengths are drawn, while here each of 1 … n is as often taken. Targets are taken in
-    n turns of 2r: the first of a turn enters the buffer, and the last r see what has entered. So
-    whoever sees a point stands behind it, and no padding is seen. They must stand in random order.
+    Half of the targets see the buffer. The others see only the context, and some of them fill the
+    buffer. The paper draws the number of visible points; here each number from 1 to n occurs
+    equally often. Targets are taken in n turns of 2r. The first target of a turn enters the buffer,
+    and the last r see all points that have entered. So a target sees only points before it, and no
+    padding. Targets must be in random order.
     """
     n_target = x_target.shape[1]
     n = n_entering(model.config.buffer, n_target)
@@ -96,7 +93,7 @@ def training_parameters(
         x_target[:, order],
         n_groups,
     )
-    back = torch.empty_like(order).scatter(0, order, place)  # without a sort
+    back = torch.empty_like(order).scatter(0, order, place)  # the inverse order, without a sort
     return found.index_select(1, back)
 
 
@@ -105,8 +102,8 @@ def log_densities(
 ) -> torch.Tensor:
     """Returns log p(y_i | x_i, context, points before i) of N points, [B, N], in one pass.
 
-    All but the last enter the buffer, and all but the first see what has entered before them. One
-    point alone needs no buffer, and so any model serves.
+    All points but the last enter the buffer, and all but the first see the points before them. A
+    single point needs no buffer, so any model serves.
     """
     if x.shape[1] <= 1:
         found = model(*context[:2], x, context.lengths)
@@ -125,13 +122,14 @@ def log_densities(
 
 
 class Buffer:
-    """Keeps keys and values of a context, and of the points that have entered behind it.
+    """Keeps keys and values of a context, and of the points that have entered after it.
 
     Args:
         model: with a buffer.
-        encoding: what `encode` made of the context.
-        room: points that may enter, and by which a later context may be longer, together.
-        repeats: how often each sample stands there, with points of its own; the first of all
+        encoding: the encoded context.
+        room: how many points may enter, and by how many points a later context may be longer, in
+            all.
+        repeats: how many copies each sample has, each with its own points. The first copies of all
             samples come first.
 
     Raises:
@@ -145,13 +143,13 @@ class Buffer:
         k, _ = encoding.blocks[0]
         batch, n_heads, m, width = k.shape
         self._n, self._room, self._capacity = 0, room, m + room
-        # Zeros, since rows that nobody has written must be finite.
+        # Zeros, because rows that were never written must be finite.
         shape = repeats * batch, 2 * n_heads, self._capacity, width  # keys, then values
         self._blocks = [k.new_zeros(shape) for _ in encoding.blocks]
         self._weights = [block.attention.projection_weight(k.dtype, 3) for block in model.blocks]
         self._lengths = torch.empty(len(self._blocks[0]), dtype=torch.int32, device=k.device)
         self._enter = self._entry()
-        # What is added to the embeddings of a point that enters, and of a target.
+        # The vectors added to the embeddings of an entering point, and of a target.
         self._role = k.new_zeros(len(self._lengths), 2, model.config.d_model)
         self._role[:, 0] = model.embed.role
         self.refill(encoding)
@@ -160,7 +158,7 @@ class Buffer:
         """Puts another context and an empty buffer into the same memory.
 
         Raises:
-            ValueError: it has more points than there is room for.
+            ValueError: the context has more points than there is room for.
         """
         m = encoding.blocks[0][0].shape[2]
         if m > self._capacity:
@@ -176,16 +174,17 @@ class Buffer:
 
     @torch.no_grad()
     def predict(self, x_target: torch.Tensor, entering: Points | None = None) -> Prediction:
-        """Predicts at one target a sample, x_target [B, 1, d_x]. The points `entering` are known.
+        """Predicts at one target of each sample, and may first add a known point to the buffer.
 
-        They go through the model together: the point leaves its keys and values.
+        Both go through the model together. The point leaves its keys and values.
 
         Args:
-            x_target: where to predict.
+            x_target: [B, 1, d_x], where to predict.
             entering: x [B, 1, d_x] and y [B, 1, d_y] of a point that enters first.
 
         Raises:
-            ValueError: the buffer is full, or points of another width, or more than one a sample.
+            ValueError: the buffer is full, points have another width, or a sample has more than
+                one.
         """
         model = self._model
         x_target = model.prepared_x(x_target)
@@ -195,8 +194,8 @@ class Buffer:
         else:
             if self._n == self._room:
                 raise ValueError(
-                    f"the buffer is full: it has room for {self._room} points, and they must join "
-                    "the context, which is encoded anew"
+                    f"the buffer is full: it has room for {self._room} points, and then "
+                    "needs a new encoding of a context with these points"
                 )
             x, y = model.prepared_context(*entering)
             self._require_one_each(x=x, y=y)
@@ -215,8 +214,7 @@ class Buffer:
     def _entry(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
         """Returns the launch that takes (cache, heads [B, 3 · n_heads, 2, D], lengths).
 
-        It writes keys and values of the first row of each sample, which is the last of its
-        lengths[b].
+        It writes keys and values of each sample's first row to place lengths[b] − 1 of the cache.
         """
         cache = self._blocks[0]
         target = devices.of_device(cache.device)
@@ -234,10 +232,7 @@ class Buffer:
         return in_torch
 
     def alone(self, x_target: torch.Tensor) -> torch.Tensor:
-        """Returns mixture parameters [B, 1, K, 1 + 2·d_y] at a target that sees all points.
-
-        x_target [B, 1, d_x] is in the model's units.
-        """
+        """Returns parameters [B, 1, K, 1 + 2·d_y] at x [B, 1, d_x], which sees all points."""
         model = self._model
         h, update = model.embed(None, None, x_target, model.compute_dtype), self._role[:, 1:]
         for block, kept, weight in zip(model.blocks, self._blocks, self._weights, strict=True):
@@ -248,10 +243,10 @@ class Buffer:
         return model.heads(h, update)
 
     def behind(self, x_target: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Returns the same at a target behind a point that enters, x [B, 1, d_x] and y [B, 1, d_y].
+        """Returns the same at a target after a point enters, x [B, 1, d_x] and y [B, 1, d_y].
 
-        Waits for nothing and keeps its memory where it is, so that a graph can replay it. It is the
-        caller's to see that there is room.
+        The call waits for nothing and keeps its memory in place, so a graph can replay it. The
+        caller must check that there is room.
         """
         model = self._model
         h, update = model.embed(x, y, x_target, model.compute_dtype), self._role
@@ -259,7 +254,7 @@ class Buffer:
         for block, kept, weight in zip(model.blocks, self._blocks, self._weights, strict=True):
             h, heads = block.attention.norm_and_project_cast(h, update, weight)
             self._enter(kept, heads, self._lengths)
-            # Of the last block only the target is read.
+            # Only the target's row of the last block is read.
             first = 1 if block is model.blocks[-1] else 0
             q = heads[:, : block.attention.n_heads, first:]
             update = block.attention.attend_cache(q, *kept.chunk(2, 1), self._lengths)
@@ -268,6 +263,6 @@ class Buffer:
 
 
 def require_buffer(model: Network) -> None:
-    """Raises ValueError where the model has none."""
+    """Raises ValueError if the model has no buffer."""
     if model.config.buffer is None:
         raise ValueError("the model has no buffer: TNPConfig(buffer=…) makes one, to train with it")

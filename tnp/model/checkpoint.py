@@ -1,7 +1,7 @@
-"""Saves and loads a model: a folder with its sizes, its units and its weights.
+"""Saves and loads a model: a folder with its sizes, units and weights.
 
-Weights are stored at the model's own width, without a variant's zero padding, so that whoever loads
-them may run them as another variant does.
+Weights are stored at the model's own width, without a variant's zero padding. So any variant can
+load them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REMEDY = "name a folder that TransformerNP.save has written"
 
 
 def save(model: Network, folder: Path | str) -> None:
-    """Replaces what an earlier call has written there, whole or not at all."""
+    """Writes the model to `folder`. It replaces an earlier model whole or not at all."""
     normalization, dtype = model.normalization, model.asked_dtype
     weights = unpadded_weights(model)
     state = {
@@ -66,26 +66,26 @@ def load(
 
 
 def unpadded_weights(model: Network) -> dict[str, torch.Tensor]:
-    """Returns the model's state, hidden layers at their own width, as views.
+    """Returns the model's state as views, with hidden layers at their own width.
 
     Raises:
-        ValueError: padding holds a weight, or the state has other names than a model's.
+        ValueError: padding holds a weight, or the state has names that a model has not.
     """
     shapes, state = _shapes(model, model.config), model.state_dict()
     others = sorted(state.keys() ^ shapes.keys())
     if others:
         raise ValueError(
-            f"the model's weights have names of their own ({', '.join(others[:3])}), as those of "
-            "a parametrized layer do: remove what was added, or keep the state_dict() yourself"
+            f"the model's weights have other names ({', '.join(others[:3])}), such as those of a "
+            "parametrized layer: remove the parametrization, or keep the state_dict() yourself"
         )
     require_no_weight_in_padding(model)
     return {name: x[tuple(map(slice, shapes[name]))] for name, x in state.items()}
 
 
 def require_no_weight_in_padding(model: Network) -> None:
-    """Raises ValueError naming a hidden layer whose padding is not 0, or may come to be another.
+    """Raises ValueError naming a hidden layer whose padding is not 0, or may become other than 0.
 
-    Such a model predicts otherwise once its weights are run by another variant.
+    The model would predict something else with another variant.
     """
     remedy = "build the model with a variant whose d_ff_storage is None before its weights are"
     for prefix, layer in model.named_modules():
@@ -107,9 +107,11 @@ def require_no_weight_in_padding(model: Network) -> None:
 
 @torch.no_grad()
 def set_weights(model: Network, weights: dict[str, torch.Tensor]) -> None:
-    """Takes what `unpadded_weights` gave, its dtype too; hidden layers may be stored wider.
+    """Sets the weights that `unpadded_weights` returned, and their dtype.
 
-    Raises ValueError where they are not a model's of these sizes.
+    Hidden layers may be wider.
+
+    Raises ValueError if the weights belong to a model of other sizes.
     """
     shapes = _shapes(model, model.config)
     found = {name: x.shape for name, x in weights.items()}

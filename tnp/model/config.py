@@ -10,15 +10,15 @@ from tnp.util.checks import require_count, require_real
 class TNPConfig:
     """Holds the sizes of the model. The defaults are the specification's.
 
-    `sigma_min` is in units of y, of its deviation where the model has a normalization.
+    `sigma_min` is in units of y, or of y's deviation if the model has a normalization.
 
     `heads_gain` scales the first weights of the heads' last layer. At 0.1 all components start near
-    N(0, 1). At 1, as other layers are drawn, some start with deviations of 0.08, gradients are many
-    times what Adam has seen, and the loss leaps (docs/decisions).
+    N(0, 1). At 1, the scale of other layers, some start with deviations of 0.08. Gradients then
+    become many times larger than Adam has seen, and the loss jumps (docs/decisions).
 
-    `buffer` is how many points training puts behind a context, in a buffer that later targets see
-    (`tnp.model.causal_buffer`), and how many a joint sample does before the context is encoded
-    anew. None: the model has none.
+    `buffer` is how many points training adds to a context, in a buffer that later targets see
+    (`tnp.model.causal_buffer`). A joint sample adds as many before it encodes the context anew.
+    None: the model has no buffer.
     """
 
     d_x: int = 1

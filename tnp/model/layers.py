@@ -1,7 +1,7 @@
 """Defines the layers of the Transformer Neural Process. A variant chooses their kernels.
 
-Each is pre-norm and leaves what it adds to the residual stream to the norm of the next, which reads
-the stream anyway.
+Each layer is pre-norm. The norm of the next layer adds its update to the residual stream, which
+that norm reads anyway.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from tnp.model.config import TNPConfig
 
 NORM_EPS = 1e-6
-# Rows up to which a norm takes less time with the product behind it than apart (H200, d_model 512:
-# 4.4 against 5.5 µs of 16 rows, 8.3 against 5.9 of 128).
+# Up to so many rows, a norm and its product take less time in one launch than in two (H200, d_model
+# 512: 4.4 against 5.5 µs for 16 rows, 8.3 against 5.9 for 128).
 FEW_ROWS = 16
 
 
@@ -49,10 +49,10 @@ def _pad(weight: nn.Parameter, dim: int, width: int) -> nn.Parameter:
 
 
 class HiddenLayer(nn.Module):
-    """Holds weights up [..., F, D] and down [..., O, F], with a norm ahead of them.
+    """Holds weights up [..., F, D] and down [..., O, F], and a norm before them.
 
     F is zero-padded from `d_ff` to the width that the variant stores. That is exact: SiLU(0) = 0,
-    and zeros stay zero through an optimizer that updates each weight by itself.
+    and zeros stay zero if the optimizer treats each weight by itself.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class RMSNorm(nn.Module):
         return add_rms_norm(h, update, self.weight, **options)
 
     def takes_product(self, h: torch.Tensor) -> bool:
-        """Returns whether the norm of these rows and the product that reads it are one launch."""
+        """Returns whether the norm of these rows and its product are one launch."""
         return self.with_product is not None and h.shape[:-1].numel() <= FEW_ROWS
 
     def times(
@@ -116,12 +116,12 @@ class RMSNorm(nn.Module):
 class Embedding(nn.Module):
     """Embeds (x, y, target flag) in d_model dimensions: linear, SiLU, linear.
 
-    The flag is −1 for context and +1 for targets, whose y is 0: never zero, it doubles as the bias
-    the linear layers lack. The first layer runs in float32, because bfloat16 cannot tell
-    neighbouring pixels of a 512-pixel row apart.
+    The flag is −1 for context and +1 for targets, whose y is 0. It is never zero, so it also serves
+    as the bias that the linear layers lack. The first layer runs in float32, because bfloat16
+    cannot distinguish neighbouring pixels of a 512-pixel row.
 
-    A point of the buffer is a context point, and `role` is added to it. That starts at 0, so that a
-    model with a buffer begins as the model without, and draws the same first weights.
+    A point of the buffer is embedded as a context point, plus `role`. That parameter starts at 0,
+    so a model with a buffer starts like a model without one.
     """
 
     def __init__(self, config: TNPConfig, variant: Variant) -> None:
@@ -142,7 +142,7 @@ class Embedding(nn.Module):
     ) -> torch.Tensor:
         """Maps x [B, rows, d_x] and y_context [B, M, d_y] to [B, M + N, d_model] in `dtype`.
 
-        Without context both its tensors are None, without targets theirs.
+        Without context, x_context and y_context are None. Without targets, x_target is None.
         """
         hidden = embed_rows(
             x_context, y_context, x_target, self.input, dtype, implementation=self.variant.embedding
@@ -157,9 +157,9 @@ class Embedding(nn.Module):
         x_target: torch.Tensor,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Returns the same where the last `n_buffer` of the known points are in the buffer."""
+        """Returns the same if the last `n_buffer` of the known points are in the buffer."""
         h = self(x_known, y_known, x_target, dtype)
-        # Not `h[:, …] += …`, which assigns the sum once more: two copies of the gradient of h.
+        # Not `h[:, …] += …`, which also assigns the sum: the gradient of h would be copied twice.
         h.narrow(1, x_known.shape[1] - n_buffer, n_buffer).add_(self.role.to(dtype))
         return h
 
@@ -172,7 +172,7 @@ class Attention(nn.Module):
         d_model = config.d_model
         self.n_heads = config.n_heads
         self.variant, self.base2 = variant, variant.base2
-        self.buffered = variant.buffered_attention  # implementation of it, or None
+        self.buffered = variant.buffered_attention  # its implementation, or None
         self.norm = RMSNorm(config, variant)
         self.qkv = _parameter(3 * d_model, d_model, fan_in=d_model)
         self.output = _parameter(
@@ -186,10 +186,11 @@ class Attention(nn.Module):
         first: int = 0,
         n_keys: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns q of the rows from `first` on, and k and v of `n_k` rows (None: all), [B,
-        n_heads, rows, D].
+        """Returns q of the rows from `first` on, and k and v of `n_k` rows (None: all rows).
 
-        Where the variant centres keys, those of sample b are its first n_keys[b] rows.
+        Each is [B, n_heads, rows, D].
+
+        If the variant centres keys, the mean is over the first n_keys[b] rows of sample b.
         """
         centred = self.variant.centred_keys
         return project_qkv(
@@ -199,8 +200,9 @@ class Attention(nn.Module):
         )  # fmt: skip
 
     def projection_weight(self, dtype: torch.dtype, n_parts: int) -> torch.Tensor:
-        """Returns the weight for `project_cast`, [n_parts · d_model, d_model] in `dtype`: the first
-        parts of q, k and v. The rows of q include the factor of its scores.
+        """Returns the weight for `project_cast`, [n_parts · d_model, d_model] in `dtype`.
+
+        It has the first n_parts of q, k and v. The rows of q include the factor of the scores.
         """
         weight, *others = self.qkv.chunk(3)[:n_parts]
         if self.base2:
@@ -208,7 +210,7 @@ class Attention(nn.Module):
         return (torch.cat([weight, *others]) if others else weight).to(dtype)
 
     def project_cast(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Multiplies rows by `projection_weight`: [B, n_parts · n_heads, rows, D]."""
+        """Multiplies rows by `projection_weight`. Returns [B, n_parts · n_heads, rows, D]."""
         return self._as_heads(linear(x, weight, implementation=self.variant.projection))
 
     def norm_and_project_cast(
@@ -235,7 +237,7 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """Returns the update of the rows of q. Sample b has n_keys[b] keys; None means all.
 
-        With a layout rows stand as it says, and so does their update.
+        `layout` says how rows are arranged. The update is arranged in the same way.
         """
 
         def heads(
@@ -260,14 +262,14 @@ class Attention(nn.Module):
         return linear(o, self.output, implementation=self.variant.projection)
 
     def attend_cache(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, n_keys: torch.Tensor
     ) -> torch.Tensor:
-        """Returns the update of a few rows that see the first lengths[b] keys of a cache.
+        """Returns the update of a few rows that see the first n_keys[b] keys of a cache.
 
         There is no gradient.
         """
         o = decode_attention(
-            q, k, v, lengths, scale=LN_2 if self.base2 else None, full=True,
+            q, k, v, n_keys, scale=LN_2 if self.base2 else None, full=True,
             implementation=self.variant.decode_attention,
         )  # fmt: skip
         o = o.transpose(1, 2).flatten(-2)
@@ -289,7 +291,7 @@ class Attention(nn.Module):
         else:
             q, k, v = self.project(x)
             k, v = k[:, :, :n_context], v[:, :, :n_context]
-        # The gradient of a slice is a copy of the whole, even where nothing is cut off.
+        # The gradient of a slice copies the whole tensor, even if nothing is cut off.
         return h[:, first:] if first else h, self.attend(q, k, v, n_keys, layout)
 
 
@@ -330,17 +332,17 @@ class MixtureHeads(HiddenLayer):
         """Maps [B, N, d_model] to logit_weight, mu, log_sigma [B, N, K, 1 + 2·d_y]."""
         _, x = self.norm(h, update)
         y = mixture_heads(x, self.up, self.down, implementation=self.implementation)
-        # PyTorch's einsum gives a view whose strides, compiled for sizes that vary, Inductor takes
-        # for those of the first size (torch 2.13). Ours are contiguous.
+        # PyTorch's einsum returns a view. If sizes vary, compiled code assumes the strides of the
+        # first size (torch 2.13). Our results are contiguous.
         return y.contiguous()
 
 
 class Block(nn.Module):
     """Runs attention and an MLP as one operator, `transformer_block`, if all layers are ours.
 
-    It calls the layers one by one where the variant uses PyTorch's, where samples are packed or
-    buffered, where a layer has hooks or was replaced, where rows are more than `recompute_above`,
-    and where tables choose a layer that is not ours.
+    It calls the layers one by one if the variant uses PyTorch's, if samples are packed or buffered,
+    or if a layer has hooks or was replaced. It also does so for more than `recompute_above` rows,
+    and if tables choose a layer that is not ours.
     """
 
     def __init__(self, config: TNPConfig, variant: Variant) -> None:
@@ -397,9 +399,18 @@ class Block(nn.Module):
         layers = attention, mlp, *norms
         return not (
             has_global_hooks()
-            or any(has_hooks(one) or not _METHODS.isdisjoint(one.__dict__) for one in layers)
+            or any(has_hooks(one) for one in layers)
+            # PyTorch 2.11 compiles `in` of a `__dict__`, but not `isdisjoint` with it.
+            or any(name in one.__dict__ for one in layers for name in _METHODS)
         )
 
 
 # A layer that has one of these in its `__dict__` was changed from outside.
-_METHODS = frozenset(name for kind in (Attention, HiddenLayer, MLP, RMSNorm) for name in vars(kind))
+_METHODS = sorted(
+    {
+        name
+        for kind in (Attention, HiddenLayer, MLP, RMSNorm)
+        for name in vars(kind)
+        if not name.startswith("__")
+    }
+)

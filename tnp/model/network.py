@@ -1,12 +1,12 @@
 """Computes a Gaussian mixture at every target from context points: the network itself.
 
-Every row, context and target alike, is a query; only the context rows are keys and values
-(rectangular attention), so no mask is ever built and targets never see one another. Blocks are
-pre-norm with RMSNorm, SiLU, no bias, no dropout, no positional encoding (Nguyen and Grover,
-Transformer Neural Processes, arXiv 2207.04179; the mixture head replaces its single Gaussian).
+Every row of context and targets is a query, but only the context rows are keys and values. So no
+mask is built, and targets never see one another. Blocks are pre-norm with RMSNorm, SiLU, no bias,
+no dropout, no positional encoding (Nguyen and Grover, Transformer Neural Processes, arXiv
+2207.04179; the mixture head replaces its single Gaussian).
 
-Parameters are float32 in every variant and are cast to `compute_dtype` for every step: bfloat16
-resolves 4e-3 of a weight, and would drop most of AdamW's updates, which are some 1e-4 of it.
+Parameters are float32 in every variant, and are cast to `compute_dtype` for every step. bfloat16
+resolves 4e-3 of a weight. It would lose most of AdamW's updates, which are about 1e-4 of it.
 """
 
 import torch
@@ -29,12 +29,12 @@ class Network(nn.Module):
 
     Args:
         config: sizes.
-        variant: implementation of each operator, a `Variant` or the name of one; weights and
-            results do not depend on it.
-        compute_dtype: dtype of activations and matmuls, also under `torch.autocast`; parameters
-            are float32. None: bfloat16 where the parameters lie on a GPU, else float32.
-        checkpoint: recompute each block in the backward pass instead of keeping its activations.
-        normalization: of the user's units; tasks and predictions are then in them.
+        variant: a `Variant` or its name. It chooses the implementation of each operator. Weights
+            and results do not depend on it.
+        compute_dtype: dtype of activations and matmuls, also under `torch.autocast`. Parameters are
+            float32. None: bfloat16 if the parameters are on a GPU, else float32.
+        checkpoint: whether to recompute each block in the backward pass to save memory.
+        normalization: the user's units. Tasks and predictions are then in these units.
     """
 
     def __init__(
@@ -101,16 +101,16 @@ class Network(nn.Module):
     ) -> torch.Tensor:
         """Returns mixture parameters at every target, [B, N, K, 1 + 2·d_y].
 
-        In `compute_dtype` from PyTorch's heads, in float32 from ours.
+        They are in `compute_dtype` from PyTorch's heads, and in float32 from ours.
 
         Args:
             x_context: [B, M, d_x].
             y_context: [B, M, d_y].
             x_target: [B, N, d_x].
-            context_lengths, target_lengths: int32 [B], the points that each sample has; what stands
-                past them is padding, and so is what is predicted there. None: all.
-            packing: computes padding nowhere but in attention; results are then packed too,
-                [1, targets, K, 1 + 2·d_y].
+            context_lengths, target_lengths: int32 [B], the points of each sample. Later points are
+                padding, and so are their predictions. None: all points.
+            packing: packs rows, so that only attention computes padding. Results are then packed
+                too, [1, targets, K, 1 + 2·d_y].
         """
         if isinstance(x_context, Context | Task):
             raise TypeError(
@@ -132,13 +132,13 @@ class Network(nn.Module):
         context_lengths: torch.Tensor | None,
         layout: Packing | BufferedRows | None,
     ) -> torch.Tensor:
-        """Returns mixture parameters of the rows of h behind the first `n_known`, which are keys.
+        """Returns mixture parameters of the rows of h after the first `n_known`, which are keys.
 
         Args:
-            h: what `embed` gives.
-            n_known: its first rows: points whose y is known.
-            context_lengths: int32 [B], keys that each sample has, or None.
-            layout: how rows stand, where they are not all samples of one size.
+            h: embedded rows.
+            n_known: how many of the first rows are points with known y.
+            context_lengths: int32 [B], the keys of each sample, or None.
+            layout: how rows are arranged if samples differ in size.
         """
         update, run = None, recomputing(self.checkpoint, self.variant, h.shape[0] * h.shape[1])
         for index, block in enumerate(self.blocks):
@@ -147,7 +147,7 @@ class Network(nn.Module):
             first = n_known if last and self.variant.skip_unread else 0
             if run is None:
                 h, update = block(h, update, n_known, context_lengths, first, layout)
-            else:  # what a block is given is kept: one tensor, not two
+            else:  # a block keeps its input for the backward pass: one tensor, not two
                 h, update = run(block, h, update, n_known, context_lengths, first, layout)
                 h, update = h + update, None
         if not self.variant.skip_unread:
@@ -160,7 +160,7 @@ class Network(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns x and y of a context in the model's units, with zeros in place of padding.
 
-        Raises ValueError where they are no context of this model's dimensions.
+        Raises ValueError if they are no context for this model's d_x and d_y.
         """
         self.check_context(x, y, lengths)
         return (
@@ -169,12 +169,12 @@ class Network(nn.Module):
         )
 
     def check_context(self, x: torch.Tensor, y: torch.Tensor, lengths: torch.Tensor | None) -> None:
-        """Raises ValueError where they are no context of this model's dimensions."""
+        """Raises ValueError if they are no context for this model's d_x and d_y."""
         require_points("x_context", x, self.config.d_x, lengths)
         require_points("y_context", y, self.config.d_y, lengths)
 
     def prepared_x(self, x: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the same for targets. There must be at least one."""
+        """Returns x of targets in the model's units. There must be at least one target."""
         require_points("x_target", x, self.config.d_x, lengths)
         return without_padding(self.in_units("x", x), lengths)
 
@@ -184,12 +184,12 @@ class Network(nn.Module):
 
     @property
     def units(self) -> Units:
-        """Takes values from the user's units to the model's."""
+        """Converts values from the user's units to the model's."""
         return Units(self.normalization, self.compute_dtype)
 
 
 def _move_units(model: Network, _keys: object) -> None:
-    """Moves the units to the weights, which `load_state_dict(…, assign=True)` may put elsewhere."""
+    """Moves the units to the weights, which `load_state_dict(…, assign=True)` may have moved."""
     units, device = model.normalization, model.embed.input.device
     if units is not None and units.x_mean.device != device:
         units.to_empty(device=device)

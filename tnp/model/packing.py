@@ -1,9 +1,10 @@
-"""Samples of sizes of their own without padding: outside attention their rows follow one another.
+"""Packs samples of different sizes: outside attention, their rows follow one another without
+padding.
 
-Every operator but attention computes a row from that row alone. So rows of all samples may stand as
-one sample, context rows ahead and targets behind, and only queries, keys, values and attention's
-output are moved between that order and the padded one, where sample b has a place for each of its
-points. Both ways are a gather, and each is the gradient of the other.
+Every operator but attention computes a row from that row only. So the rows of all samples can form
+one sample, with context rows first and targets after. Only queries, keys, values and attention's
+output are moved to the padded order and back. Both moves are a gather, and each is the gradient of
+the other.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ Capacity = tuple[int, int]  # packed context and target rows
 
 
 def capacity_for(counts: tuple[int, int], batch: int, sizes: tuple[int, int]) -> Capacity:
-    """Returns how many rows hold so many context and target points, with one spare row.
+    """Returns how many rows to pack these numbers of context and target points into, with one spare
+    row.
 
-    Rounded up as buckets are, so that few numbers stand for all, and no more than without packing.
+    Numbers are rounded up like buckets, so that few capacities occur, and are at most the unpacked
+    rows.
     """
     return tuple(
         min(rounded(n + 1), batch * size + 1) for n, size in zip(counts, sizes, strict=True)
@@ -31,12 +34,12 @@ def capacity_for(counts: tuple[int, int], batch: int, sizes: tuple[int, int]) ->
 class Rows:
     """Maps places of points between packed and padded rows.
 
-    The last packed row is nobody's, so that padding has a row to read.
+    The last packed row belongs to no point, so that padding has a row to read.
 
     Attributes:
-        of_place: int64 [B · n], the packed row of each padded place; that of padding is the last.
-        place: int64 [capacity], the padded place of each packed row; that of a spare row is any.
-        is_real: bool [capacity, 1], which packed rows are a point's.
+        of_place: int64 [B · n], the packed row of each padded place. Padding has the last row.
+        place: int64 [capacity], the padded place of each packed row. A spare row has any place.
+        is_real: bool [capacity, 1], whether a packed row belongs to a point.
     """
 
     of_place: torch.Tensor
@@ -45,9 +48,7 @@ class Rows:
 
     @classmethod
     def of(cls, lengths: torch.Tensor, n: int, capacity: int) -> Rows:
-        """Returns the rows of samples with `lengths` [B] of at most n points, together fewer than
-        `capacity`.
-        """
+        """Returns the rows of samples with `lengths` [B] ≤ n, whose sum is below `capacity`."""
         ends = lengths.long().cumsum(0)
         starts = (ends - lengths).unsqueeze(1)
         point = torch.arange(n, device=lengths.device)
@@ -58,7 +59,7 @@ class Rows:
         return cls(of_place.flatten(), place, (row < ends[-1]).unsqueeze(1))
 
     def then(self, other: Rows, n: int, n_other: int) -> Rows:
-        """Appends n_other places to each sample, and packed rows likewise."""
+        """Appends n_other places to each sample, and the packed rows of `other`."""
         n_rows, both = len(self.place), n + n_other
         of_place = [self.of_place.view(-1, n), n_rows + other.of_place.view(-1, n_other)]
         place = [
@@ -70,7 +71,7 @@ class Rows:
 
 
 class _Move(torch.autograd.Function):
-    """Gathers x[index]. Its gradient is gathered by `back` and is 0 where not `is_real`.
+    """Gathers x[index]. Its gradient is gathered by `back`, and is 0 where `is_real` is False.
 
     PyTorch's own gradient of a gather adds up, by atomics or after sorting.
     """
@@ -89,12 +90,12 @@ class _Move(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Packing:
-    """Packs a batch's points: context rows [0, n_context), target rows behind them.
+    """Packs a batch's points: context rows [0, n_context), then target rows.
 
     Args:
         context_lengths, target_lengths: int32 [B].
         padded: context and target places of each sample, (M, N).
-        capacity: packed context and target rows, each more than there are points.
+        capacity: packed context and target rows. Each must be larger than the number of points.
     """
 
     context_lengths: torch.Tensor
@@ -114,16 +115,13 @@ class Packing:
         return self.target_lengths.sum(0, keepdim=True, dtype=torch.int32)
 
     def pack(self, x: torch.Tensor, what: str) -> torch.Tensor:
-        """Points [B, n, width] of "context", "target" or "all" → [1, capacity, width]."""
+        """Packs points [B, n, width] of "context", "target" or "all" to [1, capacity, width]."""
         rows = self._rows[what]
         moved = _Move.apply(x.flatten(0, 1), rows.place, rows.of_place, None)
         return moved.unsqueeze(0)
 
     def unpack(self, x: torch.Tensor, what: str) -> torch.Tensor:
-        """Unpacks rows of heads [1, H, capacity, D] to [B, H, n, D].
-
-        Padding holds the spare row.
-        """
+        """Unpacks heads [1, H, capacity, D] to [B, H, n, D], with the spare row as padding."""
         rows, n_heads = self._rows[what], x.shape[1]
         flat = x.transpose(1, 2).flatten(0, 1).flatten(1)
         moved = _Move.apply(flat, rows.of_place, rows.place, rows.is_real)

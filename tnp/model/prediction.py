@@ -48,7 +48,7 @@ class Prediction(Distribution):
         sigma_min: float = 0.0,
         normalization: Normalization | None = None,
     ) -> None:
-        """Takes parameters [B, N, K, 1 + 2·d_y] in the model's units, as its heads give them."""
+        """Takes parameters [B, N, K, 1 + 2·d_y] in the model's units, as the heads return them."""
         self._given = parameters, sigma_min
         # Keeps the tensors themselves: the model may be moved before they are read.
         self._units = normalization and (
@@ -93,7 +93,8 @@ class Prediction(Distribution):
         return log_prob if self._units is None else log_prob - self._units[2]
 
     def marginal_cdf(self, y: torch.Tensor | np.ndarray) -> torch.Tensor:
-        """Returns P(Y ≤ y) of each output dimension by itself, [..., B, N, d_y], for such a y.
+        """Returns P(Y ≤ y) of each output dimension by itself, [..., B, N, d_y], for y of that
+        shape.
 
         Raises:
             ValueError: y has another shape.
@@ -172,8 +173,8 @@ def draw(
 ) -> torch.Tensor:
     """Returns a sample [B, N, d_y] of the `Prediction` of these parameters, from given noise.
 
-    It chooses the component whose logit plus Gumbel number is the largest. It chooses first, so
-    that the other lines compute one component in place of K: each line is a launch for every draw.
+    It chooses the component whose logit plus Gumbel number is the largest. Later lines then compute
+    one component in place of K: each line is a launch for every draw.
 
     Args:
         parameters, sigma_min, normalization: the arguments of `Prediction`.
@@ -222,7 +223,7 @@ class Encoding:
         if cache.n_layers != len(self.blocks):
             raise ValueError(
                 f"the cache has {cache.n_layers} layers and the encoding {len(self.blocks)}: they "
-                "must have as many"
+                "must have equally many"
             )
         n_keys = self.blocks[0][0].shape[2]
         lengths = [n_keys] * self.batch if self.lengths is None else self.lengths.tolist()
@@ -240,10 +241,7 @@ class Encoding:
         return handles
 
     def decode(self, model: Network, x_target: torch.Tensor) -> torch.Tensor:
-        """Returns mixture parameters [B, N, K, 1 + 2·d_y] in the model's units.
-
-        `x_target` [B, N, d_x] is in the model's units too.
-        """
+        """Returns parameters [B, N, K, 1 + 2·d_y] at x_target [B, N, d_x], in the model's units."""
         if self.graphs is None:
             return decode(model, self, x_target)
         return self.graphs(lambda x: decode(model, self, x), x_target)
@@ -253,9 +251,8 @@ def as_context(model: Network, context: Context) -> Context:
     """Returns the context as tensors, and moves arrays to the model's device.
 
     Raises:
-        TypeError: it is no `Context`, or one of its fields is no array or tensor.
-        ValueError: its values are no floats, or a value on the CPU is infinite, missing or too
-            large.
+        TypeError: `context` is no `Context`, or a field is no array or tensor.
+        ValueError: values are no floats, or a value on the CPU is infinite, missing or too large.
     """
     if isinstance(context, Task):
         raise TypeError("context is a Task: give its context, task.context")
@@ -331,7 +328,7 @@ def predict(
     if x_target.shape[0] != encoding.batch:
         raise ValueError(
             f"x_target has {x_target.shape[0]} samples and the context {encoding.batch}: they "
-            "must have as many"
+            "must have equally many"
         )
     chunk = max_bytes // (encoding.batch * bytes_per_target(model))
     parts = [encoding.decode(model, x) for x in x_target.split(max(1, chunk), dim=1)]
@@ -340,10 +337,7 @@ def predict(
 
 
 def decode(model: Network, encoding: Encoding, x_target: torch.Tensor) -> torch.Tensor:
-    """Runs targets through the blocks and returns mixture parameters, as `Encoding.decode` does.
-
-    Targets give queries, and no keys or values.
-    """
+    """Runs targets, only as queries, through the blocks; returns what `Encoding.decode` does."""
     h, update = model.embed(None, None, x_target, model.compute_dtype), None
     of_blocks = zip(model.blocks, encoding.blocks, encoding.queries, strict=True)
     for block, (k, v), weight in of_blocks:

@@ -19,11 +19,11 @@ from tnp.ops.buffered_attention import OPERATOR as buffered_attention_operator
 def recomputing(whole: bool, variant: Variant, n_rows: int) -> Callable | None:
     """Returns a function that runs a block and recomputes it in the backward pass.
 
-    Returns None where all activations are kept.
+    Returns None if all activations are kept.
 
     Args:
-        whole: keep only the block's input.
-        variant: above its `recompute_above` rows, keep only the input and attention's results.
+        whole: whether to keep only the block's input.
+        variant: above its `recompute_above` rows, only the input and attention's results are kept.
         n_rows: rows of the block's input.
     """
     if whole:

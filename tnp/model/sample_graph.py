@@ -1,7 +1,7 @@
-"""Targets drawn one after another, each knowing those before it, without waiting for the host.
+"""Draws targets one after another, each given the earlier ones, without waiting for the host.
 
-Points, values and noise have their places from the start, and the next place stands on the device:
-so one CUDA graph draws any target but the first of a run, in all runs.
+Points, values and noise have fixed places, and the index of the next place is on the device. So one
+CUDA graph draws every target but the first of a run, in all runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Draws:
     Args:
         model: with a buffer.
         x_target: [B, N, d_x] in the user's units, in the order of the draws.
-        captures: what captures the draw of a target behind others; None: all are launched.
+        captures: captures the draw of a target after others; None: every draw is launched.
     """
 
     def __init__(
@@ -37,12 +37,12 @@ class Draws:
         in_64_bits = model.normalization is not None or model.compute_dtype == torch.float64
         on = {"dtype": torch.float64 if in_64_bits else torch.float32, "device": x_target.device}
         self._y = torch.zeros(batch, n_target, config.d_y, **on)
-        # All noise at once: in the steps it would be a launch or two for each number.
+        # All noise is drawn at once. In the steps it would take a launch or two for each number.
         gumbel = -torch.empty(batch, n_target, config.n_components, **on).exponential_().log()
         self._noise = torch.cat([gumbel, torch.randn(self._y.shape, **on)], -1)
-        # The places of the last that was drawn, and of the next.
+        # The places of the last drawn target and of the next one.
         self._places = torch.arange(-1, 1, device=x_target.device)
-        self._drawn = 0  # the same as the host knows it
+        self._drawn = 0  # the same number on the host
         self._known: Buffer | None = None
         self._casts = WeightCasts(model.parameters())
         self._has_run, self._replay = False, None
@@ -51,8 +51,8 @@ class Draws:
         """Returns the next n targets' values [B, n, d_y]. The first is drawn from a context alone.
 
         Args:
-            encoding: of the context, of B samples or of a divisor of them.
-            n: targets; all but the last enter the buffer.
+            encoding: the encoded context, of B samples or of a divisor of B.
+            n: how many targets; all but the last enter the buffer.
         """
         if self._known is None:
             batch, n_target, _ = self._x.shape
@@ -66,7 +66,7 @@ class Draws:
         return self._y[:, first : self._drawn]
 
     def _follow(self) -> None:
-        """Draws a target behind another: launched at first, then captured, then replayed."""
+        """Draws a target after another: launched at first, then captured, then replayed."""
         if self._captures is None or not self._has_run:
             with self._casts.step():
                 self._enter_and_draw()

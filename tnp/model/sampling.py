@@ -1,8 +1,8 @@
-"""Computes joint samples and joint densities: each target knows those before it.
+"""Computes joint samples and joint densities: each target is given the earlier ones.
 
-They go in runs. The targets of a run share one encoding of the context, and know each other through
-the buffer (`tnp.model.causal_buffer`); behind it they join the context. A run of one target is a
-prediction, and needs no buffer.
+Targets are taken in runs. The targets of a run share one encoding of the context, and see each
+other through the buffer (`tnp.model.causal_buffer`). After the run they join the context. A run of
+one target is a prediction, and needs no buffer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def sample(
     buffer: bool | None,
     cuda_graph: bool,
 ) -> torch.Tensor:
-    """Does what `TransformerNP.sample_jointly` says."""
+    """Implements `TransformerNP.sample_jointly`."""
     n_samples = require_count("n_samples", n_samples, at_least=1)
     context = as_context(model, context)
     x_target = on_device(model, "x_target", x_target)
@@ -39,7 +39,7 @@ def sample(
     if len(x_target) != len(context.x):
         raise ValueError(
             f"x_target has {len(x_target)} samples and the context {len(context.x)}: they must "
-            "have as many"
+            "have equally many"
         )
     device = x_target.device
     require_on_host(model, "x_target", x_target, None)
@@ -59,14 +59,14 @@ def sample(
 
 
 def log_density(model: Network, task: Task, buffer: bool | None) -> torch.Tensor:
-    """Does what `TransformerNP.joint_log_density` says."""
+    """Implements `TransformerNP.joint_log_density`."""
     require_tasks("task", [task])
     size, lengths, context = _run_size(model, buffer), task.target_lengths, task.context
     x_target, y_target = (without_padding(x, lengths) for x in (task.x_target, task.y_target))
     found = []
     for x, y in zip(x_target.split(size, 1), y_target.split(size, 1), strict=True):
         found.append(log_densities(model, context, x, y))
-        context = _joined(context, x, y)  # where that is padding, so are all targets of later runs
+        context = _joined(context, x, y)  # padding is followed only by padding
     densities = torch.cat(found, 1)
     if lengths is not None:
         densities = densities.masked_fill(is_padding(lengths, task.n_target), 0.0)
@@ -74,7 +74,7 @@ def log_density(model: Network, task: Task, buffer: bool | None) -> torch.Tensor
 
 
 def _run_size(model: Network, buffer: bool | None) -> int:
-    """Targets of a run: the first sees the context alone, and all but the last enter."""
+    """Returns the targets of a run. The first sees only the context, and all but the last enter."""
     if buffer:
         require_buffer(model)
     has_one = model.config.buffer is not None
@@ -87,7 +87,7 @@ def _repeated(context: Context, repeats: int) -> Context:
 
 
 def _joined(context: Context, x: torch.Tensor, y: torch.Tensor) -> Context:
-    """Returns the context with points behind each sample's own."""
+    """Returns the context with points added after each sample's own points."""
     pairs = (context.x, x.to(context.x.dtype)), (context.y, y.to(context.y.dtype))
     both = [torch.cat(pair, 1) for pair in pairs]
     if context.lengths is None:

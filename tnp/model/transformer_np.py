@@ -16,13 +16,16 @@ from tnp.tasks.task import Context, Task, without_padding
 
 
 class TransformerNP(Network):
-    """Runs the model of the specification as `variant` says. `Network` lists the arguments."""
+    """Implements the model of the specification, run as `variant` says.
+
+    `Network` lists the arguments.
+    """
 
     def loss(self, task: Task) -> torch.Tensor:
         """Returns the mean negative log-likelihood per target in nats, a float32 scalar.
 
-        The mean is over all targets of the batch that are no padding. Where the model has a buffer,
-        half of them see what is in it (`tnp.model.causal_buffer`).
+        The mean is over all targets of the batch that are no padding. If the model has a buffer,
+        half of the targets see points in it (`tnp.model.causal_buffer`).
         """
         return self.nll(*task)
 
@@ -39,9 +42,9 @@ class TransformerNP(Network):
     ) -> torch.Tensor:
         """Returns the loss of the tensors of a task. `torch.compile` compiles this method.
 
-        With a `capacity` samples of sizes of their own are packed into so many context and target
-        rows, each more than there are points (`tnp.model.packing`). Both lengths must be given
-        then.
+        With a `capacity`, samples are packed into that many context and target rows
+        (`tnp.model.packing`). Each must be larger than the number of points. Both lengths must be
+        given then.
         """
         packing, n_targets = None, target_lengths
         if capacity is not None:
@@ -73,16 +76,18 @@ class TransformerNP(Network):
             n_targets=n_targets,
             implementation=self.variant.mixture_nll,
         )
-        # A density per unit of the user's.
+        # The density is per unit of y in the user's units.
         return loss if self.normalization is None else loss + self.normalization.log_volume
 
     def save(self, folder: Path | str) -> None:
         """Writes the model to `folder`: its sizes, its units, and its weights without padding.
 
-        One file, `model.pt`, replaced whole or not at all, with a checksum.
+        It writes one file, `model.pt`, with a checksum. An earlier file is replaced whole or not at
+        all.
 
         Raises:
-            StoreError: the folder is not writable or full; what was there before stays.
+            StoreError: the folder is not writable or the disk is full. An earlier file stays
+                unchanged.
         """
         checkpoint.save(self, folder)
 
@@ -97,10 +102,10 @@ class TransformerNP(Network):
         """Returns the model that `save` has written to `folder`, run as `variant`.
 
         Args:
-            folder: where it is.
-            variant: a name of `tnp/model/variants.toml`, or a variant of one's own.
-            device: where it is to run.
-            compute_dtype: of activations and matmuls; None: that of the model that was saved.
+            folder: the folder that `save` has written.
+            variant: a name of `tnp/model/variants.toml`, or a `Variant`.
+            device: where to run it.
+            compute_dtype: dtype of activations and matmuls; None: the saved model's.
 
         Raises:
             ValueError: no model is there, or it is damaged.
@@ -112,17 +117,17 @@ class TransformerNP(Network):
     def encode(self, context: Context, cuda_graph: bool = False) -> Encoding:
         """Returns keys and values of every block. `predict` takes them in place of the context.
 
-        Predictions from it are those from the context, to the last bit. It is of the weights as
-        they are now: encode anew where they have changed.
+        Predictions from it equal predictions from the context, to the last bit. It belongs to the
+        current weights: encode again after they change.
 
         Args:
             context: points to predict from, as in `task.context`.
-            cuda_graph: for many predictions on a GPU, which launched one by one wait for the host.
-                The second prediction of a number of targets records their way through the model,
-                and those behind it replay it. Keeps a copy of the weights in `compute_dtype`.
+            cuda_graph: whether to capture CUDA graphs, for many predictions on a GPU. The second
+                prediction at a number of targets is captured, and later ones replay it. This keeps
+                a copy of the weights in `compute_dtype`.
 
         Raises:
-            RuntimeError: a CUDA graph is asked for where there is no CUDA device.
+            RuntimeError: `cuda_graph` is True, and the context is not on a CUDA device.
         """
         return prediction.encode(self, context, cuda_graph)
 
@@ -134,13 +139,13 @@ class TransformerNP(Network):
         """Returns the predictive distribution at targets x_target [B, N, d_x].
 
         Args:
-            context: points to predict from, as in `task.context`, or what `encode` made of them.
-                Points on the CPU must be finite, and not past what the model's dtype holds.
-            x_target: where to predict, a tensor or an array, which goes to the model's device.
-                Targets never see one another: at one that is NaN, such as the padding of a batch,
-                the prediction is NaN.
-            max_bytes: of memory for the targets, which follow one another in as many chunks as that
-                takes. Keys and values of the context, and the results, are not counted.
+            context: points to predict from, as in `task.context`, or the result of `encode`. Points
+                on the CPU must be finite and within the range of the model's dtype.
+            x_target: where to predict, a tensor or an array. An array is moved to the model's
+                device. Targets never see one another. At a NaN, such as padding, the prediction is
+                NaN.
+            max_bytes: the most memory for a chunk of targets, in bytes. Keys and values of the
+                context, and the results, are not counted.
         """
         return prediction.predict(self, context, x_target, max_bytes)
 
@@ -154,25 +159,25 @@ class TransformerNP(Network):
         buffer: bool | None = None,
         cuda_graph: bool = False,
     ) -> torch.Tensor:
-        """Functions that hang together, [n_samples, B, N, d_y].
+        """Returns samples of coherent functions, [n_samples, B, N, d_y].
 
-        Targets are drawn in the order of x_target [B, N, d_x], each knowing those before it.
-        Through the buffer the context is encoded once, and a drawn point is one more key and value
-        of each block; where the buffer is full its points join the context, which is encoded anew.
-        Without a buffer that is done for every point: N times the work of a prediction (Bruinsma
-        and others, Autoregressive Conditional Neural Processes, arXiv 2303.14468).
+        Targets are drawn in the order of x_target [B, N, d_x], each given the earlier ones. With a
+        buffer, the context is encoded once, and a drawn point adds one key and value to each block.
+        When the buffer is full, its points join the context, which is encoded again. Without a
+        buffer the context is encoded again for every point: N times the work of a prediction
+        (Bruinsma and others, Autoregressive Conditional Neural Processes, arXiv 2303.14468).
 
         Args:
             context: points to predict from, as in `task.context`.
-            x_target: where to draw. Targets on the CPU must be finite; behind one that is NaN on a
-                GPU all that follow it are.
-            n_samples: draws of each function.
-            buffer: whether to go through the buffer; None: where the model has one.
-            cuda_graph: for many targets on a GPU: the second point of a buffer records its way
-                through the model, and those behind it replay it.
+            x_target: where to draw. Targets on the CPU must be finite. After a NaN on a GPU all
+                later draws are NaN.
+            n_samples: how many functions to draw.
+            buffer: whether to use the buffer; None: if the model has one.
+            cuda_graph: whether to capture CUDA graphs, for many targets on a GPU. The second point
+                of a buffer is captured, and later ones replay it.
 
         Raises:
-            ValueError: the model has no buffer, and one is asked for.
+            ValueError: `buffer` is True, and the model has no buffer.
         """
         return sampling.sample(self, context, x_target, n_samples, buffer, cuda_graph)
 
@@ -180,12 +185,12 @@ class TransformerNP(Network):
     def joint_log_density(self, task: Task, buffer: bool | None = None) -> torch.Tensor:
         """Returns log p of all targets of each sample together, given its context: [B] in nats.
 
-        Σ log p(y_i | x_i, context, targets before i), which depends on their order. Through the
-        buffer it takes one pass for each `TNPConfig.buffer` + 1 targets, without a buffer one for
-        each target. Gradients go through it.
+        It is Σ log p(y_i | x_i, context, targets before i), which depends on the order of targets.
+        With a buffer it takes one pass for each `TNPConfig.buffer` + 1 targets, without one a pass
+        for each target. Gradients pass through it.
 
         Args:
-            task: whose targets; padding has no part.
+            task: context and targets. Padding does not count.
             buffer: as for `sample_jointly`.
         """
         return sampling.log_density(self, task, buffer)

@@ -42,8 +42,7 @@ class Variant:
             Without it, gradients of queries are inaccurate in 16 bits. It needs `skip_unread`,
             because otherwise rows that are no keys are projected with the keys.
         pack: only attention pads samples in a training step (`tnp.model.packing`). This is for
-        batches
-            whose samples differ in size.
+            batches whose samples differ in size.
         d_ff_storage: width at which hidden layers are stored and multiplied, zero-padded from the
             model's `d_ff`. True stands for `storage_width(d_ff)`, and None for no padding.
         compile: run loss and gradient through `torch.compile`. With "max-autotune" the compiler
@@ -222,7 +221,7 @@ class Variant:
         return cls.from_spec(name, named_specs()[name])
 
     def implementations(self) -> dict[str, str]:
-        """Returns family of operators → implementation."""
+        """Returns {family of operators: implementation}."""
         return {family: getattr(self, family) for family in FAMILIES}
 
     def role(self, checkpoint: bool = False, cuda_graph: bool = False) -> str:
@@ -239,7 +238,7 @@ class Variant:
 
 @cache
 def named_specs() -> dict[str, dict]:
-    """Returns name → fields of all variants that come with the package."""
+    """Returns {name: fields} of all variants that come with the package."""
     found: dict[str, dict] = {}
     for name, spec in tomllib.loads(NAMED.read_text()).items():
         like = spec.pop("like", None)
@@ -257,10 +256,7 @@ def storage_width(d_ff: int) -> int:
 
 
 def with_storage(spec: dict, d_ff: int) -> dict:
-    """Returns a variant's fields as results record them, with True in `d_ff_storage` resolved.
-
-    A number stays as it is, valid or not.
-    """
+    """Returns a variant's fields as results record them, with `d_ff_storage` as a number."""
     if spec.get("d_ff_storage") is not True:
         return spec
     return spec | {"d_ff_storage": storage_width(d_ff)}

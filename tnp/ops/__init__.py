@@ -1,1 +1,1 @@
-"""Operators: each with a plain-PyTorch reference and the implementations that run on a GPU."""
+"""Holds one package for each operator: a reference in PyTorch, and implementations for GPUs."""

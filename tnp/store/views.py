@@ -1,54 +1,32 @@
-"""Creates the store's views from SQL files, and comments on the views and their columns.
+"""Creates the store's tables and views from SQL files, and comments on them and their columns.
 
-A file runs after the files that it reads. The first paragraph of its first comment becomes the
-comment of each view that it creates: see `select view_name, comment from duckdb_views()`. The
-comments of columns come from `COLUMNS`: see `duckdb_columns()`.
+A file may create several, each below a comment. The comment's first paragraph becomes that of the
+view, table or macro: see `select view_name, comment from duckdb_views()`. The comments of columns
+come from table `column_meanings`, if a file creates it: see `duckdb_columns()`.
 """
 
 import re
 from collections.abc import Mapping, Sequence
-from itertools import chain, takewhile
+from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 
 import duckdb
 
 from tnp.util.atomic_files import StoreError, first_line
 
-# Finds the relations that a SQL file reads and the macros that it calls. It finds some other words
-# too.
-READ = re.compile(r"\b(?:from|join)\s+(\w+)|\b(\w+)\(", re.IGNORECASE)
-CREATED = re.compile(r"^create (?:or replace )?(view|table|macro) (\w+)", re.MULTILINE)
-
-# Comments of columns that no reader can guess, in any table or view.
-COLUMNS = {
-    "question": "names what was timed: device, sizes, dtype, variant or implementation, switches; "
-    "rows with one question measured the same thing",
-    "generation": "a question's rows that ran the same code under the same timing policy",
-    "role": "baseline: plain PyTorch; peer: PyTorch's other ways and other packages; own: anything "
-    "with an operator of ours",
-    "proven": "the gates passed on the very code that was timed; false: a gate is red; null: no "
-    "evidence was kept",
-    "counts": "the row may be compared: proven, settled and not too hot; false: it may not, see "
-    "why_not; null: recorded before evidence was kept",
-    "why_not": "why the row does not count",
-    "varies": "a stream of tasks whose sizes vary",
-    "leads": "the step of ours at these sizes that is surest to be fast",
-    "fastest": "no step at these sizes is faster by more than 1 %: several may be",
-    "speedup": "how many times as fast as the plain form, with its 95 % interval in _low and _high",
-    "speedup_best": "how many times as fast as the fastest of PyTorch and other packages",
-    "why_no_speedup": "why a timed step has no speedup",
-    "verdict": "on speedup: faster, slower or same (within 1 %), or ambiguous; null: no evidence",
-    "verdict_best": "as verdict, on speedup_best",
-    "q": "for verdict: the probability of so large a ratio by chance, corrected for all "
-    "comparisons that the figure shows on the device",
-    "q_best": "as q, for verdict_best",
-    "origin": "recorded: in this repository; runs: measured on this machine",
-    "sitting": "runs on one GPU without a gap of more than 30 minutes",
-}
+# What a statement reads and calls. Both find some other words too.
+READ = re.compile(r"\b(?:from|join|pivot)\s+(\w+)", re.IGNORECASE)
+CALLED = re.compile(r"\b(\w+)\(")
+# A block of comment lines, and what the statement below it creates.
+CREATED = re.compile(
+    r"((?:^--.*\n)*)^create (?:or replace )?(view|table|macro) (\w+)", re.MULTILINE
+)
+MEANINGS = "column_meanings"
 
 
 def create_views(connection: duckdb.DuckDBPyConnection, files: list[Path]) -> None:
-    """Runs each file after the files that it reads, and comments on the views that they create.
+    """Runs each file after the files that it reads, and comments on what they create.
 
     Raises:
         StoreError: a file cannot be run.
@@ -67,9 +45,15 @@ def create_views(connection: duckdb.DuckDBPyConnection, files: list[Path]) -> No
         if waiting == pending:
             raise StoreError(f"{problem}: no file in {waiting[0].parent} creates it")
         pending = waiting
-    for path in files:
-        _comment(connection, path.read_text())
-    _comment_on_columns(connection)
+    comments = [
+        f"comment on {kind} {name} is {_quoted(_first_paragraph(comment))}"
+        for path in files
+        for comment, kind, name in CREATED.findall(path.read_text())
+    ]
+    if (MEANINGS,) in connection.execute("select table_name from duckdb_tables()").fetchall():
+        comments += _comments_on_columns(connection)
+    # One transaction takes a third of the time of one for each comment.
+    connection.execute(";\n".join(["begin", *comments, "commit"]))
 
 
 def in_order(files: Sequence[Path]) -> list[Path]:
@@ -78,38 +62,71 @@ def in_order(files: Sequence[Path]) -> list[Path]:
     The order saves time only: `create_views` runs a file again if it came too early. DuckDB does
     much work on a file before it misses a view.
     """
-    words = {path.stem: set(chain(*READ.findall(path.read_text()))) for path in files}
-    reads = {name: found & words.keys() for name, found in words.items()}
-    return sorted(files, key=lambda path: len(_reached(path.stem, reads)))
+    texts = {path: path.read_text() for path in files}
+    home = {name: path for path in files for _, _, name in CREATED.findall(texts[path])}
+    reads = {
+        path: {home[word] for word in READ.findall(text) + CALLED.findall(text) if word in home}
+        for path, text in texts.items()
+    }
+    return sorted(files, key=lambda path: len(_reached(path, reads)))
 
 
-def _reached(name: str, reads: Mapping[str, set[str]]) -> set[str]:
-    """Returns all names that `name` reads, directly or through others."""
-    found: set[str] = set()
-    pending = [name]
+def depths(files: Sequence[Path]) -> dict[str, int]:
+    """Returns {table or view: the longest chain of tables and views below it and itself}.
+
+    Recorded tables, which no file creates, have depth 0 and are not listed. No file may name a
+    common table expression like a table or view, because only names are looked at.
+    """
+    reads: dict[str, set[str]] = {}
+    for path in files:
+        text = re.sub(r"--.*", "", path.read_text())
+        starts = [*CREATED.finditer(text)]
+        ends = [match.start() for match in starts[1:]] + [len(text)]
+        for match, end in zip(starts, ends, strict=True):
+            if match[2] != "macro":
+                reads[match[3]] = set(READ.findall(text[match.end() : end]))
+
+    @cache
+    def depth(name: str) -> int:
+        return 1 + max((depth(read) for read in reads[name] & reads.keys()), default=0)
+
+    return {name: depth(name) for name in reads}
+
+
+def _reached(start: Path, reads: Mapping[Path, set[Path]]) -> set[Path]:
+    """Returns all files that `start` reads, directly or through others."""
+    found: set[Path] = set()
+    pending = [start]
     while pending:
-        new = reads[pending.pop()] - found - {name}
+        new = reads[pending.pop()] - found - {start}
         found |= new
         pending += new
     return found
 
 
-def _comment(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
-    """Sets the first paragraph of the file's first comment on everything that `sql` creates."""
-    paragraph = takewhile(lambda line: line.startswith("-- "), sql.splitlines())
-    text = " ".join(line.removeprefix("-- ") for line in paragraph)
-    for kind, name in CREATED.findall(sql) if text else ():
-        connection.execute(f"comment on {kind} {name} is {_quoted(text)}")
+def _first_paragraph(comment: str) -> str:
+    """Returns the text of `comment` up to its first line without any."""
+    lines = [line.removeprefix("--").strip() for line in comment.splitlines()]
+    return " ".join(lines[: lines.index("")] if "" in lines else lines)
 
 
-def _comment_on_columns(connection: duckdb.DuckDBPyConnection) -> None:
+def _comments_on_columns(connection: duckdb.DuckDBPyConnection) -> list[str]:
+    """Returns statements that comment on each column: by its name, or its view, or its ending."""
+    statements = []
+    meanings = dict(connection.execute(f"from {MEANINGS}").fetchall())
+    patterns = {name.replace("%", "*"): name for name in meanings if "%" in name}
     columns = connection.execute(
         "select table_name, column_name from duckdb_columns() where not internal"
     )
     for relation, column in columns.fetchall():
-        if column in COLUMNS:
-            text = _quoted(COLUMNS[column])
-            connection.execute(f'comment on column {relation}."{column}" is {text}')
+        full = f"{relation}.{column}"
+        exact = [name for name in (full, column) if name in meanings]
+        matching = [known for pattern, known in patterns.items() if fnmatchcase(full, pattern)]
+        of_view = [known for known in matching if known.startswith(f"{relation}.")]
+        for name in [*exact, *of_view, *sorted(matching, key=len, reverse=True)][:1]:
+            text = _quoted(meanings[name])
+            statements.append(f'comment on column {relation}."{column}" is {text}')
+    return statements
 
 
 def _quoted(text: str) -> str:

@@ -1,7 +1,7 @@
 """Holds tasks: context points to learn a function from, and target points to predict.
 
-A source draws a task as a function of (seed, step) alone, so that a resumed run sees what an
-unbroken one would have seen.
+A source draws a task as a function of only (seed, step), so that a resumed run sees the same tasks
+as an unbroken run.
 """
 
 from tnp.util.lazy import offers

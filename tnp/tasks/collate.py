@@ -1,4 +1,4 @@
-"""Batches of tasks that differ in size."""
+"""Makes batches of tasks that differ in size."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from tnp.tasks.task import Task, require_tasks
 
 
 def collate(tasks: Sequence[Task]) -> Task:
-    """Joins all samples of `tasks` in one batch, padded to the largest: a DataLoader's
-    `collate_fn`.
+    """Joins all samples of `tasks` in one batch, padded to the largest.
 
-    Lengths are left out where all samples have the same.
+    It is a DataLoader's `collate_fn`.
+
+    The batch has no lengths if all samples are equally long.
 
     Raises:
-        TypeError: something in `tasks` is no `Task`.
+        TypeError: an element of `tasks` is no `Task`.
         ValueError: there is no task, or they differ in dimensions or devices.
     """
     if not tasks:
@@ -27,11 +28,11 @@ def collate(tasks: Sequence[Task]) -> Task:
     dimensions = {(task.x_context.shape[-1], task.y_context.shape[-1]) for task in tasks}
     if len(dimensions) > 1:
         found = " and ".join(f"d_x {d_x}, d_y {d_y}" for d_x, d_y in sorted(dimensions))
-        raise ValueError(f"tasks of {found} go into no batch together")
+        raise ValueError(f"tasks of {found} cannot be in one batch")
     devices = {str(task.x_context.device) for task in tasks}
     if len(devices) > 1:
         found = " and ".join(sorted(devices))
-        raise ValueError(f"tasks on {found} go into no batch together: move them to one device")
+        raise ValueError(f"tasks on {found} cannot be in one batch: move them to one device")
     padded = [task.padded(n_context, n_target) for task in tasks]
     batch = Task(*(torch.cat(parts) for parts in zip(*padded, strict=True)))
     if batch.count() == (batch.batch * n_context, batch.batch * n_target):

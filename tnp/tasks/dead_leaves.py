@@ -1,21 +1,21 @@
-"""Pictures without end: discs that lie on one another like dead leaves.
+"""Draws any number of pictures: discs that lie on one another like dead leaves.
 
-Radii follow a power law, r⁻³, as the sizes of things in photographs do, so that edges and flat
-areas come at every scale (Lee, Mumford and Huang, Occlusion models for natural images,
-International Journal of Computer Vision 41, 2001).
+Radii follow a power law, r⁻³, like the sizes of things in photographs, so that edges and flat areas
+occur at every scale (Lee, Mumford and Huang, Occlusion models for natural images, International
+Journal of Computer Vision 41, 2001).
 """
 
 import torch
 
-N_LEAVES = 400  # the upper ones; what they leave free is one more leaf
-SMALLEST = 0.02  # radius, of the picture's side
+N_LEAVES = 400  # the upper ones; the rest of the picture is one more leaf
+SMALLEST = 0.02  # radius, as a share of the picture's side
 LARGEST = 0.6
 
 
 def dead_leaves(generator: torch.Generator, batch: int, side: int) -> torch.Tensor:
     """Draws grey levels [batch, side, side], float32, standard normal from leaf to leaf.
 
-    Each leaf has a slope of its own besides, as light that falls on it from one side gives it.
+    Each leaf also has its own slope, as if light fell on it from one side.
     """
     device = generator.device
 
@@ -30,7 +30,7 @@ def dead_leaves(generator: torch.Generator, batch: int, side: int) -> torch.Tens
     offset = [grid - centre[..., i : i + 1] for i in (0, 1)]
     square = offset[0].square().unsqueeze(-1) + offset[1].square().unsqueeze(-2)
     covers = square < radius.square()[..., None, None]
-    # argmax of booleans gives the first that is true, the topmost leaf; 0 too where none is.
+    # argmax of booleans gives the first True, the topmost leaf, or 0 if there is none.
     top = torch.where(covers.any(1), covers.to(torch.uint8).argmax(1), N_LEAVES)
     level = torch.randn(batch, N_LEAVES + 1, device=device, generator=generator)
     slope = torch.randn(2, batch, N_LEAVES + 1, device=device, generator=generator)

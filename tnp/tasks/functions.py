@@ -68,7 +68,7 @@ class FunctionTasks:
         dimensions = {(x.shape[1], y.shape[1]) for x, y in self.functions}
         if len(dimensions) > 1:
             found = " and ".join(f"d_x {d_x}, d_y {d_y}" for d_x, d_y in sorted(dimensions))
-            raise ValueError(f"functions of {found} train no model together")
+            raise ValueError(f"functions of {found} cannot train one model")
         ((self.d_x, self.d_y),) = dimensions
         self._share: float | None = None
         self._rows: list[list[list[int]]] | None = None  # rows by function and group

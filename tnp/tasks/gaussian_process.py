@@ -1,9 +1,9 @@
-"""Functions drawn from a Gaussian process, whose exact posterior says how well anyone can do.
+"""Draws functions from a Gaussian process, whose exact posterior bounds every model's likelihood.
 
     f ~ GP(0, s² exp(−|x − x'|² / 2ℓ²)),  y = f(x) + ε,  ε ~ N(0, noise²),  x ~ U[−2, 2]
 
-with a lengthscale ℓ and a scale s of its own for each task of a batch. (1-D regression as in
-TNP-pytorch, Nguyen and Grover, arXiv 2207.04179.)
+Each task of a batch has its own lengthscale ℓ and scale s. (1-D regression as in TNP-pytorch,
+Nguyen and Grover, arXiv 2207.04179.)
 """
 
 import math
@@ -19,16 +19,16 @@ X_RANGE = (-2.0, 2.0)
 
 @dataclass(frozen=True)
 class Process:
-    """Ranges that a task's lengthscale and scale are drawn from, and the noise's deviation."""
+    """Holds the ranges of a task's lengthscale and scale, and the noise's deviation."""
 
     lengthscale: tuple[float, float]
     scale: tuple[float, float]
     noise: float
 
 
-SMOOTH = Process((0.25, 1.0), (1.0, 1.0), 0.1)  # with many targets, at the specification's sizes
-# The protocol of TNP-pytorch: 3 to 46 context points, at most 50 with the targets. Exact
-# posteriors reach 1.525 nats a target there, its TNP-D about 1.39.
+SMOOTH = Process((0.25, 1.0), (1.0, 1.0), 0.1)  # for many targets, at the specification's sizes
+# The protocol of TNP-pytorch: 3 to 46 context points, at most 50 with the targets. Exact posteriors
+# reach 1.525 nats a target there, and TNP-pytorch's TNP-D about 1.39.
 PUBLISHED = Process((0.1, 0.6), (0.1, 1.0), 0.02)
 
 
@@ -42,7 +42,7 @@ class GaussianProcessTasks:
         self.device, self.process = torch.device(device), process
 
     def sample(self, seed: int, step: int, batch: int, n_context: int, n_target: int) -> Task:
-        """Draws the task of (seed, step): x in [−2, 2], y with noise; float32.
+        """Draws the task of (seed, step): x in [−2, 2], and y with noise, in float32.
 
         Raises ValueError for sizes or seeds that are no whole numbers, or too small.
         """
@@ -50,8 +50,8 @@ class GaussianProcessTasks:
         seed, step, batch, n_context, n_target = sizes
         generator = random_generator(self.device, seed, step)
         x, lengthscale, scale = self._inputs(generator, batch, n_context + n_target)
-        # The noise bounds the condition number by n·s² / noise², 6·10⁴ of SMOOTH with 600 points,
-        # which float32 can factor; cholesky_ex does not wait for the device to say so.
+        # The noise bounds the condition number by n·s² / noise², 6·10⁴ for SMOOTH with 600 points,
+        # which float32 can factor. cholesky_ex does not wait for the device to check it.
         covariance = _covariance(x, x, lengthscale, scale) + self._noise(x)
         factor, _ = torch.linalg.cholesky_ex(covariance)
         y = factor @ torch.randn(x.shape, device=self.device, generator=generator)
@@ -61,10 +61,10 @@ class GaussianProcessTasks:
         """Returns the mean log-density of each target value under the exact posterior.
 
         Args:
-            task: what `sample(seed, step, …)` gave: lengthscales and scales are drawn again.
+            task: the result of `sample(seed, step, …)`. Lengthscales and scales are drawn again.
 
         Returns:
-            Nats per target value of each task, [B], float64. No model exceeds its expectation.
+            Nats per target value of each task, [B], float64. No model's expectation is larger.
         """
         n_points = task.n_context + task.n_target
         generator = random_generator(self.device, seed, step)
@@ -83,7 +83,7 @@ class GaussianProcessTasks:
         return Normal(mean, variance.sqrt()).log_prob(y_target).mean((1, 2))
 
     def prior_log_likelihood(self, task: Task) -> torch.Tensor:
-        """Returns the same, [B], without the context: under a Gaussian fitted to all y."""
+        """Returns the mean log-density, [B], under a Gaussian fitted to all y, not the context."""
         low, high = self.process.scale
         variance = (low * low + low * high + high * high) / 3 + self.process.noise**2
         return Normal(0.0, math.sqrt(variance)).log_prob(task.y_target.double()).mean((1, 2))

@@ -1,16 +1,16 @@
 """Draws tasks of image completion: some pixels of a picture are the context, others the targets.
 
-x is a pixel's (row, column) in [−1, 1]; y its brightness, standardized by mean and deviation of the
-training pictures. Which pictures depends on how many pixels a task wants:
+x is a pixel's (row, column) in [−1, 1], and y its brightness, standardized by mean and deviation of
+the training pictures. The pictures depend on the number of pixels of a task:
 
     up to     625   scikit-image's lfw_subset, faces of 25 × 25 (the last 20 of 200 held out)
     up to  16,384   128 × 128 crops of its bundled photographs, flipped, contrast-inverted and up to
                     four times reduced; half of the pictures are drawn instead, of `dead_leaves`
     up to 262,144   their 512 × 512 crops, likewise
 
-astronaut and camera are never trained on. Pictures that are drawn have no end, so that no model
-gets by with remembering them. 8-bit brightness gets uniform noise of ±½/255: without
-it, and without a floor under sigma, a mixture collapses onto the 256 values.
+astronaut and camera are never trained on. There are any number of drawn pictures, so a model cannot
+memorize them. 8-bit brightness gets uniform noise of ±½/255: without it, and without a floor under
+sigma, a mixture would collapse onto the 256 values.
 """
 
 import numpy as np
@@ -38,8 +38,8 @@ class ImageTasks:
     """Draws tasks with d_x = 2, d_y = 1 on `device`.
 
     Args:
-        n_points: context and target points a task; decides which pictures, see the module.
-        held_out: draw from the pictures that are never trained on.
+        n_points: context and target points of a task, which decide the pictures; see the module.
+        held_out: whether to draw from the pictures that are never trained on.
     """
 
     d_x = 2
@@ -69,7 +69,7 @@ class ImageTasks:
     def sample(self, seed: int, step: int, batch: int, n_context: int, n_target: int) -> Task:
         """Draws the task of (seed, step). Every point is another pixel.
 
-        Raises ValueError for more points than pixels, and as `GaussianProcessTasks.sample`.
+        Raises ValueError for more points than pixels, and like `GaussianProcessTasks.sample`.
         """
         sizes = check_sizes(seed, step, batch, n_context, n_target)
         seed, step, batch, n_context, n_target = sizes
@@ -97,9 +97,7 @@ class ImageTasks:
         return Task(x[:, :n_context], y[:, :n_context], x[:, n_context:], y[:, n_context:])
 
     def prior_log_likelihood(self, task: Task) -> torch.Tensor:
-        """Returns the mean log-density of each task's targets, [B], under a Gaussian fitted to
-        training.
-        """
+        """Returns tasks' mean log-densities, [B], under a Gaussian fitted to training pictures."""
         return Normal(0.0, 1.0).log_prob(task.y_target.double()).mean((1, 2))
 
     def _crop(self, rng: np.random.Generator) -> torch.Tensor:
@@ -115,16 +113,14 @@ class ImageTasks:
             flips = [dim for dim in (0, 1) if rng.integers(2)]
             crop = crop.flip(flips)
             if rng.integers(2):
-                # Mirrored about the training mean, so that the mean stays what it is.
+                # Mirrored about the training mean, so that the mean does not change.
                 crop = 2.0 * self._mean - crop
         return crop
 
 
 def _pictures(side: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Returns training and held-out pictures, float32 brightness in [0, 1], of at least `side`
-    pixels.
-    """
-    # Here, so that a machine that trains on no images needs no scikit-image.
+    """Returns training and held-out pictures of at least `side` pixels, float32 in [0, 1]."""
+    # Imported here, so that only training on images needs scikit-image.
     color, data = (require(f"skimage.{x}", "image tasks", "images") for x in ("color", "data"))
 
     def brightness(picture: np.ndarray) -> np.ndarray:

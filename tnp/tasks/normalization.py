@@ -17,18 +17,18 @@ from tnp.util.checks import require_real
 class Normalization(nn.Module):
     """Converts x and y between the user's units and the model's: (x - mean) / deviation.
 
-    A `TransformerNP` that has one takes tasks in the user's units and gives predictions and
-    log-likelihoods in them; it is saved with the model. Subtracts in float64, since a time in
-    seconds since 1970 has no minutes left in float32. Its numbers follow the model's device and
-    stay float64 whatever the model is cast to.
+    A `TransformerNP` with a normalization takes tasks, and gives predictions and log-likelihoods,
+    in the user's units. It saves the normalization too. Means are subtracted in float64, because
+    float32 cannot resolve minutes in seconds since 1970. The numbers follow the model's device, and
+    stay float64 if the model is cast.
 
     Args:
         x_mean, x_deviation: d_x numbers, in units of x.
         y_mean, y_deviation: d_y numbers, in units of y.
 
     Raises:
-        ValueError: unequal numbers of means and deviations, a mean that is not finite, a deviation
-            that is not positive and finite.
+        ValueError: numbers of means and deviations differ, a mean is not finite, or a deviation is
+            not positive and finite.
     """
 
     def __init__(
@@ -63,20 +63,20 @@ class Normalization(nn.Module):
                         f"{name} is {values}: means must be finite and deviations positive and "
                         "finite"
                     )
-            # Not among a model's weights: `TransformerNP.save` keeps it beside them.
+            # It is none of a model's weights: `TransformerNP.save` stores it beside them.
             tensor = torch.tensor(values, dtype=torch.float64)
             self.register_buffer(name, tensor, persistent=False)
         self.log_volume = sum(map(math.log, named["y_deviation"]))
 
     @classmethod
     def of(cls, x: Any, y: Any) -> Normalization:
-        """Returns that of the points x [..., d_x] and y [..., d_y], tensors or arrays.
+        """Returns the normalization of points x [..., d_x] and y [..., d_y], tensors or arrays.
 
-        Means and deviations are of the values that are there: missing ones, NaN or masked, have no
-        part. A dimension whose values are all equal keeps its unit.
+        Missing values, NaN or masked, are left out of means and deviations. A dimension whose
+        values are all equal keeps its unit.
 
         Raises:
-            ValueError: there is no point, a dimension has no value, a value is infinite or no
+            ValueError: there is no point, a dimension has no value, or a value is infinite or no
                 number.
         """
         numbers = []
@@ -92,7 +92,7 @@ class Normalization(nn.Module):
                 if np.isinf(of).any() or np.isnan(of).all():
                     value = "infinite" if np.isinf(of).any() else "missing in every point"
                     raise ValueError(f"{name}, dimension {at}, is {value}: it must be finite")
-            # Centred and scaled ahead, so that neither a large mean nor a square costs digits.
+            # Centred and scaled first, so that neither a large mean nor a square loses digits.
             low, high = np.nanmin(flat, 0) / 2, np.nanmax(flat, 0) / 2
             centre, spread = high + low, high - low
             is_constant = spread == 0
@@ -102,21 +102,21 @@ class Normalization(nn.Module):
         return cls(*numbers)
 
     def numbers(self) -> dict[str, list[float]]:
-        """Returns the arguments that make it again."""
+        """Returns the arguments that make an equal normalization."""
         return {name: list(values) for name, values in self._numbers.items()}
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={values}" for name, values in self._numbers.items())
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Self:
-        """Follows the device that a cast, a move or `to_empty` names, and nothing else of it."""
+        """Follows only the device of a cast, a move or `to_empty`."""
         before = dict(self.named_buffers())
         super()._apply(fn, recurse)
         for name, values in self._numbers.items():
             kept, device = before[name], getattr(self, name).device
             if kept.device != device:
                 kept = torch.tensor(values, dtype=torch.float64, device=device)
-            # Where the device is the same, so is the tensor: a CUDA graph reads it by its address.
+            # If the device stays, so does the tensor, because a CUDA graph reads its address.
             setattr(self, name, kept)
         return self
 

@@ -1,4 +1,4 @@
-"""Draws how many points a task or a sample has, where that varies."""
+"""Draws how many points a task or a sample has, if sizes vary."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def require_range(name: str, limits: Range) -> Range:
 def draw_sizes(
     seed: int, step: int, *ranges: Range, log: bool = False, together: int | None = None
 ) -> list[int]:
-    """Draws a size from each range: the same for the same (seed, step).
+    """Draws a size from each range, equal for equal (seed, step).
 
     Args:
-        seed, step: what the sizes are a function of.
-        ranges: from and to, both included. All sizes between are as likely.
-        log: their logarithms are spread evenly instead, so that there are as many tasks of 100 to
-            1,000 points as of 1,000 to 10,000.
-        together: the most that all sizes may be together. It limits later ones by those before.
+        seed, step: decide the sizes.
+        ranges: from and to, both included. All sizes are equally likely.
+        log: whether logarithms of sizes are spread evenly instead. Then as many tasks have 100 to
+            1,000 points as 1,000 to 10,000.
+        together: the largest sum of all sizes. Earlier sizes limit later ones.
     """
     seed, step = (require_count(*given, 0) for given in (("seed", seed), ("step", step)))
     ranges = tuple(require_range("size", limits) for limits in ranges)

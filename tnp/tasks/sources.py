@@ -1,8 +1,8 @@
-"""Sources of tasks by name, without torch: the configuration is checked before any work starts."""
+"""Lists sources of tasks by name, without torch, to check configurations quickly."""
 
 IMAGE_SIDES = (25, 128, 512)  # of the pictures that tasks are drawn from, in pixels
 
-# The most points that a task of each source may have; None where nothing limits them.
+# The most points that a task of each source may have; None: no limit.
 MAX_POINTS = {
     "gaussian_process": None,
     "published_gaussian_process": None,

@@ -14,11 +14,7 @@ Function = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor,
 
 
 def functions_of_table(
-    table: Mapping[Any, Any],
-    x: Sequence[Any],
-    y: Sequence[Any],
-    by: Any = None,
-    group: Any = None,
+    table: Mapping[Any, Any], x: Sequence[Any], y: Sequence[Any], by: Any = None, group: Any = None
 ) -> list[Function]:
     """Returns the functions that a table holds, for `FunctionTasks`.
 

@@ -1,4 +1,4 @@
-"""Holds a batch of tasks: of equal sizes, or padded to the largest, with the length of each."""
+"""Holds a batch of tasks: of equal sizes, or padded to the largest with the length of each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TENSORS = (
 def check_sizes(
     seed: int, step: int, batch: int, n_context: int, n_target: int
 ) -> tuple[int, int, int, int, int]:
-    """Returns the numbers of a task to be drawn as ints; ValueError names the first that is bad."""
+    """Returns the numbers of a task to draw as ints. ValueError names the first invalid number."""
     least = {"seed": 0, "step": 0, "batch": 1, "n_context": 1, "n_target": 0}
     given = zip(least.items(), (seed, step, batch, n_context, n_target), strict=True)
     return tuple(require_count(name, value, at_least) for (name, at_least), value in given)
@@ -33,7 +33,7 @@ def check_sizes(
 def random_generator(device: torch.device, seed: int, step: int) -> torch.Generator:
     """Returns a generator for (seed, step).
 
-    The two are hashed together: torch's CPU generator reads 32 bits of a seed and no more.
+    The two are hashed together, because torch's CPU generator reads only 32 bits of a seed.
     """
     mixed = np.random.SeedSequence((seed, step)).generate_state(1)[0]
     return torch.Generator(device).manual_seed(int(mixed))
@@ -43,7 +43,7 @@ class Context(NamedTuple):
     """Holds the points that a function is learned from: x [B, M, d_x], y [B, M, d_y].
 
     `lengths` [B] says how many points each sample has; None is M for all. Points past a sample's
-    length are padding, whatever they hold. Arrays and lists may stand in place of tensors.
+    length are padding, and may hold anything. Arrays and lists may replace tensors.
     """
 
     x: torch.Tensor
@@ -56,19 +56,19 @@ class Task:
     """Holds x_context [B, M, d_x], y_context [B, M, d_y], x_target [B, N, d_x], y_target [B, N,
     d_y].
 
-    They are float tensors, or arrays of floats, which become tensors on the CPU: float64 keeps a
-    time in seconds since 1970 apart from its neighbours, float32 does not. Missing values become
-    NaN, which training and prediction refuse outside of padding.
+    They are float tensors, or arrays of floats, which become tensors on the CPU. float64 resolves a
+    time in seconds since 1970, float32 does not. Missing values become NaN, which training and
+    prediction refuse outside of padding.
 
     `context_lengths` and `target_lengths` [B] say how many points each sample has, None is M or N
-    for all. They are whole numbers, kept as int32. Points past a sample's length are padding:
-    whatever they hold, NaN too, reaches no result and no gradient. Lengths on a GPU are not read
-    here, because that would wait for it: make a task on the CPU, where they are checked and
+    for all. They are whole numbers, kept as int32. Points past a sample's length are padding. They
+    may hold anything, also NaN, and change no result and no gradient. Lengths on a GPU are not
+    checked, because that would wait for it. Make a task on the CPU, where lengths are checked and
     counted, and move it by `to`.
 
     Raises:
         TypeError: a value is no tensor and no array.
-        ValueError: shapes or devices do not go together, values are no floats, there is no sample
+        ValueError: shapes or devices do not fit together, values are no floats, there is no sample
             or no context point, or a length on the CPU is out of range.
     """
 
@@ -78,7 +78,7 @@ class Task:
     y_target: torch.Tensor
     context_lengths: torch.Tensor | None = None
     target_lengths: torch.Tensor | None = None
-    # Points of all samples, and the versions of the lengths that were counted.
+    # The points of all samples, and the versions of the counted lengths.
     _counts: tuple[tuple[int, int], tuple] | None = field(
         init=False, default=None, repr=False, compare=False
     )
@@ -124,7 +124,7 @@ class Task:
     def count(self) -> tuple[int, int]:
         """Counts context and target points of all samples, without padding.
 
-        Waits for the device where lengths on it were never counted, or have changed since.
+        It waits for the device if lengths on it were never counted, or have changed since.
         """
         counts = self._known_counts()
         if counts is None:
@@ -137,7 +137,7 @@ class Task:
         return tuple(self.batch * n if x is None else int(x.sum()) for x, n in sizes)
 
     def _known_counts(self) -> tuple[int, int] | None:
-        """Returns the counts, or None where lengths on a device are new or have changed."""
+        """Returns the counts, or None if lengths on a device are new or have changed."""
         if all(x is None or x.is_cpu for x in (self.context_lengths, self.target_lengths)):
             return self._sums()
         is_known = self._counts is not None and self._counts[1] == self._versions()
@@ -145,11 +145,11 @@ class Task:
 
     def _counted(self, counts: tuple[int, int] | None) -> Task:
         known = None if counts is None else (counts, self._versions())
-        object.__setattr__(self, "_counts", known)  # of a frozen class
+        object.__setattr__(self, "_counts", known)  # the class is frozen
         return self
 
     def _versions(self) -> tuple[int | None, ...]:
-        """Returns versions that differ where lengths were changed in place."""
+        """Returns the versions of the lengths, which grow when they are changed in place."""
         lengths = self.context_lengths, self.target_lengths
         return tuple(None if x is None or x.is_inference() else x._version for x in lengths)
 
@@ -201,7 +201,7 @@ class Task:
         return self._each(torch.Tensor.clone)
 
     def _each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Task:
-        """Returns the task whose tensors `function` made from these, with the same lengths."""
+        """Returns a task with `function` applied to each tensor. The lengths are unchanged."""
         made = Task(*(None if x is None else function(x) for x in self))
         return made._counted(self._known_counts())
 
@@ -210,8 +210,8 @@ class Task:
         for mine, theirs in zip(self, other, strict=True):
             if (mine is None) != (theirs is None):
                 raise ValueError(
-                    "one task says its samples' lengths and the captured step's does not, or the "
-                    "other way round: either all its tasks have them, or none"
+                    "only one of the task and the captured step has lengths: all its tasks must "
+                    "have them, or none"
                 )
             if mine is None:
                 continue
@@ -225,9 +225,9 @@ class Task:
         self._counted(other._known_counts())
 
     def padded(self, n_context: int, n_target: int) -> Task:
-        """Returns the same samples with room for so many points, and with the length of each.
+        """Returns the same samples, padded to these numbers of points, with the length of each.
 
-        Raises ValueError where the task has more points than that.
+        Raises ValueError if the task has more points.
         """
         if n_context < self.n_context or n_target < self.n_target:
             raise ValueError(
@@ -246,19 +246,18 @@ class Task:
         return Task(*widened, *lengths)._counted(self._known_counts())
 
     def check_finite(self, units: Units | None = None) -> None:
-        """Raises ValueError where a point that is no padding holds NaN, infinity, or too much.
+        """Raises ValueError if a point that is no padding is NaN, infinite or too large.
 
         On a GPU this waits for the device.
 
         Args:
-            units: of the model whose dtype must hold the values.
+            units: the units of the model, whose dtype must hold the values.
         """
         for name in TENSORS[:4]:
             require_finite(name, getattr(self, name), getattr(self, f"{name[2:]}_lengths"), units)
 
     def with_shuffled_context(self) -> Task:
-        """Returns the same points with the context's y values moved away from their x: a negative
-        control.
+        """Returns the same points with the context's y values moved to other x: a negative control.
 
         Values move by half the sample's context, a permutation that leaves none in place.
         """
@@ -275,7 +274,7 @@ class Task:
 
 
 def require_tasks(what: str, tasks: Iterable[Task]) -> None:
-    """Raises TypeError naming the first of `tasks` that is none."""
+    """Raises TypeError naming the first element that is no `Task`."""
     for i, task in enumerate(tasks):
         if not isinstance(task, Task):
             raise TypeError(
@@ -286,9 +285,9 @@ def require_tasks(what: str, tasks: Iterable[Task]) -> None:
 def require_finite(
     name: str, x: torch.Tensor, lengths: torch.Tensor | None, units: Units | None = None
 ) -> None:
-    """Raises ValueError where a point of x [B, points, d] that is no padding is not finite.
+    """Raises ValueError if a point of x [B, points, d] that is no padding is not finite.
 
-    With `units` also where a value is too large for the model to compute with.
+    With `units` it also refuses a value that is too large for the model.
     """
     rule = "every value that is no padding must be finite"
     if lengths is not None:
@@ -305,7 +304,7 @@ def require_finite(
 
 
 def is_padding(lengths: torch.Tensor, n_points: int) -> torch.Tensor:
-    """Returns bool [B, n_points]: whether a point stands past its sample's length."""
+    """Returns bool [B, n_points]: whether a point is past its sample's length."""
     return torch.arange(n_points, device=lengths.device) >= lengths[:, None]
 
 
@@ -317,11 +316,11 @@ def without_padding(x: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tens
 
 
 def as_points(name: str, values: Any) -> torch.Tensor:
-    """Returns points as a float tensor: a tensor as it is, an array or a list on the CPU.
+    """Returns points as a float tensor: a tensor unchanged, an array or a list on the CPU.
 
     Raises:
         TypeError: the values are neither a tensor nor an array.
-        ValueError: they are no floats.
+        ValueError: the values are no floats.
     """
     if not isinstance(values, torch.Tensor | list | tuple) and not hasattr(values, "__array__"):
         raise TypeError(
@@ -337,7 +336,7 @@ def as_lengths(name: str, lengths: Any, batch: int, n_points: int) -> torch.Tens
     """Returns the lengths as int32 [batch]; None stays None.
 
     Raises:
-        ValueError: they are no whole numbers, not one for each sample, or on the CPU one is out of
+        ValueError: lengths are no whole numbers, not one for each sample, or on the CPU out of
             range.
     """
     if lengths is None:
@@ -345,7 +344,7 @@ def as_lengths(name: str, lengths: Any, batch: int, n_points: int) -> torch.Tens
     if not isinstance(lengths, torch.Tensor):
         lengths = as_integers(name, lengths)
     if not (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool):
-        # Ahead of the cast, which may take a large number for a small one.
+        # Before the cast, which may turn a large number into a small one.
         _require_range(name, lengths, n_points)
         lengths = lengths.to(torch.int32)
     check_lengths(name, lengths, batch, n_points)
@@ -353,7 +352,7 @@ def as_lengths(name: str, lengths: Any, batch: int, n_points: int) -> torch.Tens
 
 
 def check_lengths(name: str, lengths: torch.Tensor | None, batch: int, n_points: int) -> None:
-    """Raises ValueError where they are not int32 [batch], or one on the CPU is out of range."""
+    """Raises ValueError if lengths are not int32 [batch], or on the CPU out of range."""
     if lengths is None:
         return
     if lengths.dtype != torch.int32 or lengths.shape != (batch,):

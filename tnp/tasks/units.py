@@ -1,4 +1,4 @@
-"""Takes values from the user's units and dtype to those that a model computes in."""
+"""Converts values from the user's units and dtype to those of a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Units:
-    """Takes x and y from the user's units to those of a model."""
+    """Converts x and y from the user's units to those of a model."""
 
     normalization: Normalization | None
     compute_dtype: torch.dtype

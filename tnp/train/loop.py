@@ -26,8 +26,8 @@ LATEST = "latest.pt"
 KEYS = frozenset(
     {"step", "model", "optimizer", "average", "best", "reports", "elapsed_s", "about", "kind"}
 )
-WATCHED = "heldout_log_likelihood"  # what early stopping and divergence go by
-OWN_NAMES = ("step", "loss", "learning_rate", "elapsed_s")  # of a report, whatever evaluates
+WATCHED = "heldout_log_likelihood"  # decides early stopping and divergence
+OWN_NAMES = ("step", "loss", "learning_rate", "elapsed_s")  # names in every report
 
 _SOURCES = "it must be a function, a list or a DataLoader, or a generator that does not end"
 
@@ -70,7 +70,7 @@ def cosine(step: int, peak: float, warmup_steps: int, steps: int, final: float =
 class Fit:
     """Holds the results of training."""
 
-    model: TransformerNP  # averaged, or the best of the reports, where that was asked for
+    model: TransformerNP  # the averaged or the best model, if requested
     reports: list[Report]
     stopped_early: bool
 
@@ -92,36 +92,36 @@ def fit(
 ) -> Fit:
     """Trains `step.model` until it has made `n_steps` steps.
 
-    With a folder, the state is written there at every report, and a later call goes on from it: a
-    run that was killed ends as an unbroken one would have where `tasks` is a function of the step,
-    and a finished one goes on where `n_steps` is larger. A warning of logger `tnp.train.loop` says
-    from which step it goes on, and which settings of the optimizer are those of the state.
+    With a folder, the state is written there at every report, and a later call continues from it.
+    If `tasks` is a function of the step, a killed run ends like an unbroken one. A finished run
+    continues if `n_steps` is larger. A warning of logger `tnp.train.loop` says from which step it
+    continues, and which settings of the optimizer come from the state.
 
     Args:
-        step: what trains, with its optimizer.
-        tasks: a function of the step's number, or anything to iterate over, begun again at its end:
-            a `DataLoader` whose `collate_fn` is `tnp.tasks.collate`, a list, a generator. Tasks are
-            moved to the model's device; those on the CPU must be finite.
-        n_steps: in all, those before a resume included.
-        schedule: the learning rate of each step; None leaves the optimizer's as it is.
+        step: the training step, with model and optimizer.
+        tasks: a function of the step's number, or an iterable, which is started again at its end: a
+            `DataLoader` whose `collate_fn` is `tnp.tasks.collate`, a list, a generator. Tasks are
+            moved to the model's device. Tasks on the CPU must be finite.
+        n_steps: number of steps in all, with steps before a resume.
+        schedule: the learning rate of each step. None: the optimizer's own.
         accumulate: tasks whose gradients are added up before each update.
-        average: share of itself that an average of the weights keeps at each step, such as 0.999;
-            the average is what is evaluated and returned.
-        evaluate: gives numbers by name of a model, as `HeldOut` does; they join the report, and are
-            called neither step, loss, learning_rate nor elapsed_s.
+        average: the share that an average of the weights keeps at each step, such as 0.999. The
+            averaged model is evaluated and returned.
+        evaluate: returns numbers by name for a model, as `HeldOut` does. They are added to the
+            report. None may be called step, loss, learning_rate or elapsed_s.
         every: steps between reports.
-        patience: reports without a better held-out log-likelihood after which training stops; the
-            best model is returned.
-        folder: for the state, a file `latest.pt`.
-        on_report: receives each report, those before a resume included: step, loss (the mean since
-            the last report, None at step 0), learning_rate, elapsed_s, and what `evaluate` gave.
-            All parameters have one learning rate where there is a schedule.
-        about: what else the state is to say, and a resumed one must say too: numbers, texts, lists
-            and dicts.
+        patience: training stops after so many reports without a better held-out log-likelihood, and
+            returns the best model.
+        folder: where to keep the state, a file `latest.pt`.
+        on_report: receives each report, also those before a resume: step, loss (the mean since the
+            last report, None at step 0), learning_rate, elapsed_s, and the numbers of `evaluate`.
+            With a schedule all parameters have one learning rate.
+        about: numbers, texts, lists and dicts that are saved with the state. A resumed run must
+            have the same.
 
     Raises:
-        ValueError: an argument out of range, a state that is damaged or of another model.
-        TypeError: an argument of another type, or `tasks` gives something that is no `Task`.
+        ValueError: an argument is out of range, or a state is damaged or belongs to another model.
+        TypeError: an argument has another type, or `tasks` gives something that is no `Task`.
         RuntimeError: the held-out log-likelihood is no number: training diverged.
     """
     if not isinstance(step, TrainingStep):
@@ -133,7 +133,7 @@ def fit(
     if patience is not None:
         patience = require_count("patience", patience, at_least=1)
         if evaluate is None:
-            raise ValueError("patience needs `evaluate`: it stops by what that gives")
+            raise ValueError("patience needs `evaluate`, whose numbers decide when to stop")
     for name, given in (("schedule", schedule), ("evaluate", evaluate)):
         if given is not None and not callable(given):
             raise TypeError(f"{name} is a {type(given).__name__}: it must be a function or None")
@@ -157,7 +157,7 @@ def fit(
 
 
 def _tasks(tasks: Source, first: int, model: TransformerNP) -> Iterator[Task]:
-    """Gives tasks from number `first` on, on the model's device."""
+    """Yields tasks from number `first` on, on the model's device."""
     device, units = next(model.parameters()).device, model.units.on_host()
     if callable(tasks):
         made: Iterator = map(tasks, itertools.count(first))
@@ -169,7 +169,7 @@ def _tasks(tasks: Source, first: int, model: TransformerNP) -> Iterator[Task]:
                 f"tasks gives a {type(task).__name__}: it must give a tnp.tasks.Task, which "
                 "tnp.tasks.collate makes of a list of them"
             )
-        # One that stays on the CPU is checked by the step.
+        # The step checks tasks that stay on the CPU.
         if device.type != "cpu" and task.x_context.device.type == "cpu":
             task.check_finite(units)
         yield task.to(device, non_blocking=True)
@@ -183,7 +183,7 @@ def _again_and_again(tasks: Iterable[Task]) -> Iterator[Task]:
             yield task
         if n == 0:
             raise ValueError(
-                f"tasks has come to its end and gives nothing when it is begun again: {_SOURCES}"
+                f"tasks has ended and gives nothing when it is started again: {_SOURCES}"
             )
 
 
@@ -201,7 +201,7 @@ class _Run:
         self.average = None
         if average is not None:
             self.average = AveragedModel(step.model, multi_avg_fn=get_ema_multi_avg_fn(average))
-        self.best: dict | None = None  # since patience was asked for: weights, number of the report
+        self.best: dict | None = None  # with patience: weights and number of the best report
         normalization = step.model.normalization
         self.kind = asdict(step.model.config) | {
             "compute_dtype": str(step.model.compute_dtype),
@@ -265,11 +265,11 @@ class _Run:
         for name in OWN_NAMES:
             if name in found:
                 raise ValueError(
-                    f"evaluate gives {name!r}, which every report has of its own: name it "
-                    f"otherwise, such as 'heldout_{name}'"
+                    f"evaluate gives {name!r}, which every report has already: choose another "
+                    f"name, such as 'heldout_{name}'"
                 )
         if self.patience is not None and found.get(WATCHED) is None:
-            raise ValueError(f"evaluate gives no {WATCHED!r}, which patience goes by")
+            raise ValueError(f"evaluate gives no {WATCHED!r}, which patience needs")
         return {
             name: value if value is None else require_real(f"evaluate's {name}", value)
             for name, value in found.items()
@@ -305,7 +305,7 @@ class _Run:
         tensor_archive.save(self.file, state)
 
     def resume(self, n_steps: int, is_function: bool) -> None:
-        """Goes on from the folder's state, where there is one, and says so."""
+        """Continues from the folder's state, if there is one, and logs it."""
         if self.file is None or not self.file.exists():
             return
         state = load_state(self.file, next(self.step.model.parameters()).device)
@@ -314,8 +314,8 @@ class _Run:
         shapes = {name: x.shape for name, x in self.step.model.state_dict().items()}
         if shapes != {name: x.shape for name, x in state["model"].items()}:
             raise ValueError(
-                f"checkpoint {self.file} has weights of other names or shapes, as a variant of "
-                "another d_ff_storage has: delete it to start the run again from step 0"
+                f"checkpoint {self.file} has weights of other names or shapes, such as those of a "
+                "variant with another d_ff_storage: delete it to start the run again from step 0"
             )
         mine = _settings(self.step.optimizer)
         self.step.load_optimizer(state["optimizer"])
@@ -378,8 +378,8 @@ def _is_same(mine: object, theirs: object) -> bool:
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict:
-    """Returns what an optimizer's groups of parameters are trained with, by name: a list with the
-    value of each group, or the one value of them all.
+    """Returns an optimizer's settings by name: a list with the value of each group of parameters,
+    or one value if all are equal.
     """
     found: dict[str, list] = {}
     for group in optimizer.param_groups:
@@ -394,6 +394,6 @@ def _settings(optimizer: torch.optim.Optimizer) -> dict:
 
 
 def load_state(file: Path, device: torch.device | str) -> dict:
-    """Returns what `fit` has written; ValueError, one sentence, where it cannot be used."""
+    """Returns the state that `fit` has written. Raises ValueError if it cannot be used."""
     remedy = "delete it to start the run again from step 0"
     return tensor_archive.load(file, device, KEYS, "checkpoint", remedy)

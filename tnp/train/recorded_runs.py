@@ -1,9 +1,9 @@
 """Makes the recorded training runs: AdamW with warm-up and cosine decay, held-out evaluation.
 
-Every step is a function of (seed, step): a run that was killed and resumed gives the rows and
-weights of an unbroken one. Held-out tasks come from a seed, and for images from pictures, that are
-never trained on. Beside the held-out log-likelihood stands that of the same tasks with the
-context's y values shuffled: a model that uses its context is clearly better with the true one.
+Every step is a function of (seed, step), so a killed and resumed run gives the rows and weights of
+an unbroken run. Held-out tasks have a seed, and images also pictures, that are never trained on.
+The same tasks are also evaluated with the context's y values shuffled: a model that uses its
+context is clearly better with the true context.
 """
 
 import math
@@ -29,9 +29,9 @@ from tnp.tasks.task import Task
 from tnp.train.loop import LATEST, WATCHED, Report, cosine, fit, load_state
 from tnp.train.step import TrainingStep
 
-HELD_OUT_SEED = 2**32 - 1  # no run's: table `training` keeps seeds in 31 bits
+HELD_OUT_SEED = 2**32 - 1  # no run has it: table `training` keeps seeds in 31 bits
 N_HELD_OUT_BATCHES = 8
-N_HELD_OUT_VARYING = 128  # more, since all tasks of a batch are of one size
+N_HELD_OUT_VARYING = 128  # more, because all tasks of a batch have one size
 PROCESSES = {"gaussian_process": SMOOTH, "published_gaussian_process": PUBLISHED}
 # Columns of table `training` that do not change during a run.
 RUN_COLUMNS = (
@@ -45,11 +45,11 @@ def run(
     checkpoint_dir: Path,
     on_row: Callable[[dict], None],
 ) -> TransformerNP:
-    """Trains one run of config.yaml, from its last checkpoint where there is one.
+    """Trains one run of config.yaml, from its last checkpoint if there is one.
 
     At every evaluation the state is written to `latest.pt` in `checkpoint_dir`, and at the end to
-    `final.pt` in its place. Asked for again with the same parameters, a finished run gives its
-    rows again; otherwise it starts from step 0, and `final.pt` stays until that has ended.
+    `final.pt` instead. Called again with the same parameters, a finished run gives its rows again.
+    Otherwise it starts from step 0, and `final.pt` stays until the new run has ended.
 
     Args:
         parameters: run, source, batch, n_context, n_target, variant, variant_spec, model, dtype,
@@ -57,13 +57,13 @@ def run(
             `vary` (sizes of training tasks), `held_out_vary` (of those that are held out) and
             `study`.
         device: where to train.
-        checkpoint_dir: where the run's checkpoints are, and none of another run or other code.
-        on_row: receives every row of table `training`, those before a resume included.
+        checkpoint_dir: the folder of this run's checkpoints; no other run or code shares it.
+        on_row: receives every row of table `training`, also rows before a resume.
 
     Raises:
-        ValueError: an unknown source, sizes a picture does not have, a value that table `training`
-            cannot hold, a checkpoint that is damaged or another run's.
-        RuntimeError: training diverged, or the model predicts what only its targets could tell.
+        ValueError: the source is unknown, a picture has too few pixels, table `training` cannot
+            hold a value, or a checkpoint is damaged or belongs to another run.
+        RuntimeError: training diverged, or the model predicts better than the exact posterior.
     """
     check_fits("training", parameters | {"step": parameters["steps"]})
     device = torch.device(device)
@@ -80,7 +80,7 @@ def run(
         buckets=Buckets.of(parameters.get("vary")),
     )
     latest, final = checkpoint_dir / LATEST, checkpoint_dir / "final.pt"
-    # The rows of a finished run may not have been kept: a kill can come before they are.
+    # The rows of a finished run may be lost, if it was killed before they were written.
     if not latest.exists() and final.exists() and load_state(final, "cpu")["about"] == parameters:
         os.replace(final, latest)
     with tqdm(total=parameters["steps"], desc=parameters["run"], unit="step", disable=None) as bar:
@@ -188,7 +188,7 @@ class Evaluation:
         )
 
     def _independent(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns values of each task, or of each batch where its tasks share a drawn size."""
+        """Returns values of each task, or of each batch if its tasks share a drawn size."""
         return values.view(len(self._tasks), -1).mean(1) if self._varies else values
 
     @staticmethod
@@ -199,9 +199,9 @@ class Evaluation:
 
 
 def check_no_leak(log_likelihood: torch.Tensor, exact: torch.Tensor) -> None:
-    """Raises RuntimeError where a model is better than the exact posterior of its context can be.
+    """Raises RuntimeError if a model is better than the exact posterior of its context.
 
-    Both [n_tasks], of the same tasks; three standard errors of their difference are let pass.
+    Both are [n_tasks], for the same tasks. The difference may be up to three standard errors.
     """
     excess = log_likelihood.double() - exact
     if _mean(excess) > 3.0 * _standard_error(excess):

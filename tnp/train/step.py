@@ -1,4 +1,4 @@
-"""Makes one training step: forward, backward, optimizer; eager, compiled, or as CUDA graphs."""
+"""Makes one training step: forward, backward and optimizer; eager, compiled, or as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -40,29 +40,30 @@ def _not_negative(name: str, value: SupportsFloat) -> float:
 
 
 class TrainingStep:
-    """Trains `model` on tasks when called and returns the loss, with no host synchronization.
+    """Trains `model` on tasks when called, and returns the loss, without waiting for the device.
 
-    Where the variant packs, lengths that were never on the CPU are counted on the device, which
-    waits for it: make tasks on the CPU.
+    If the variant packs, lengths that were never on the CPU are counted on the device, and the host
+    waits for it. So make tasks on the CPU.
 
     Args:
-        model: parameters on the device the step runs on; compiled where its variant says so.
-        learning_rate: AdamW's; `set_learning_rate` changes it, also between replays of a graph.
+        model: the model. The step runs on the device of its parameters, and is compiled if the
+            variant says so.
+        learning_rate: AdamW's learning rate. `set_learning_rate` changes it, also between replays.
         weight_decay: AdamW's decoupled weight decay.
-        optimizer: another one, of the model's parameters, in place of AdamW. One that does not
-            update each weight by itself (Adafactor, Muon) needs a model whose variant pads no
-            hidden layers. A schedule of
-            `torch.optim.lr_scheduler` may change its learning rates, also between replays; other
-            numbers of it are a captured step's own.
-        update: False leaves the parameters alone: forward and backward only.
-        max_grad_norm: gradients are scaled down to this norm of them all where theirs is larger.
-        cuda_graph: capture the whole step and replay it. The first calls are ordinary steps on a
-            side stream. Neither parameters nor the optimizer's state may be moved or replaced after
-            them, and what `grad` of a parameter holds after a replay is of no use. Without
+        optimizer: an optimizer of the model's parameters, in place of AdamW. If it does not update
+            each weight by itself (Adafactor, Muon), the variant must pad no hidden layers. A
+            schedule of `torch.optim.lr_scheduler` may change learning rates, also between replays.
+            A captured step keeps its other settings.
+        update: False runs only forward and backward, and changes no parameters.
+        max_grad_norm: the largest norm of all gradients together; larger ones are scaled down to
+            it.
+        cuda_graph: whether to capture the whole step and replay it. The first calls are ordinary
+            steps on a side stream. After them, parameters and the optimizer's state may not be
+            moved or replaced. `grad` of a parameter is meaningless after a replay. Without
             `buckets` all calls must have the sizes of the first.
-        buckets: tasks vary in size, and are padded to those that it has, each captured for itself.
-            A task that is larger than all runs as it is, without a graph. Where no operator is of
-            ours and the step is compiled but not captured, nothing is padded.
+        buckets: sizes that tasks are padded to, if they vary in size. Each size has its own graph.
+            A task larger than all buckets runs unpadded, without a graph. Nothing is padded if no
+            operator is ours and the step is compiled but not captured.
     """
 
     def __init__(
@@ -102,7 +103,8 @@ class TrainingStep:
         if model.variant.compile:
             dynamic = _is_dynamic(model) if buckets is not None else None
             self.nll = _compiled(model, dynamic)
-        # What PyTorch compiled for all sizes, and no graph holds, gains nothing by padding.
+        # A step that PyTorch compiled for all sizes gains nothing by padding, unless it is
+        # captured.
         serves_all = dynamic and model.variant.role() != OWN and not cuda_graph
         self._pads = buckets is not None and not serves_all
         self.casts = WeightCasts(model.parameters())
@@ -115,10 +117,10 @@ class TrainingStep:
         self._is_warm = not warm.launches_our_kernels(model)
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Changes the rate of the steps that follow.
+        """Changes the learning rate of later steps.
 
         Raises:
-            ValueError: it is no number, negative or not finite.
+            ValueError: the rate is no number, negative or not finite.
         """
         learning_rate = _not_negative("learning_rate", learning_rate)
         for group in self.optimizer.param_groups:
@@ -130,9 +132,9 @@ class TrainingStep:
     def __call__(self, *tasks: Task) -> torch.Tensor:
         """Returns the mean loss of all targets before the update, a float32 scalar on the device.
 
-        Of several tasks gradients are added up before the one update: a batch larger than fits.
-        NaN or infinity among the points of a task on the CPU is a ValueError; on a GPU looking for
-        it would wait for the device, and the loss is NaN.
+        Gradients of several tasks are added up before one update, for batches that do not fit in
+        memory. NaN or infinity in a task on the CPU is a ValueError. On a GPU the check would wait
+        for the device, so the loss is NaN instead.
         """
         if not tasks:
             raise ValueError("there is no task to train on: give at least one")
@@ -158,14 +160,14 @@ class TrainingStep:
         return sum(capacity or (task.batch * known, task.batch * task.n_target))
 
     def _sizes(self, tasks: tuple[Task, ...]) -> Sizes | None:
-        """Returns the size that all tasks are padded to, or None where no bucket holds them."""
+        """Returns the size that all tasks are padded to, or None if no bucket is large enough."""
         largest = _largest(tasks)
         return self.buckets.sizes(*largest) if self._pads else largest
 
     def _sized(
         self, tasks: tuple[Task, ...], sizes: Sizes
     ) -> tuple[tuple[Task, ...], Capacity | None]:
-        """Returns the tasks as they are computed, and the packed rows of each."""
+        """Returns the tasks, padded if necessary, and the packed rows of each."""
         pack = self.model.variant.pack
         if pack or self._pads:
             tasks = tuple(task.padded(*sizes) for task in tasks)
@@ -183,8 +185,9 @@ class TrainingStep:
         # Gradients of a captured step must be allocated in the graph's own memory.
         self.optimizer.zero_grad(set_to_none=True)
         shares, total = _shares(tasks), None
-        # On this thread, not on autograd's own, where calls of Python cost the host more: a step at
-        # small without a graph took 19.4 ms in place of 24.8 (one H200, torch 2.11, f477ec3).
+        # On this thread, because calls of Python cost the host more on autograd's own thread:
+        # without a graph, a step at `small` took 19.4 ms in place of 24.8 (one H200, torch 2.11,
+        # f477ec3).
         with self.casts.step(), torch.autograd.set_multithreading_enabled(False):
             for task, share in zip(tasks, shares, strict=True):
                 loss = self.nll(*task, capacity)
@@ -201,17 +204,17 @@ class TrainingStep:
         return Watched(self.model, self.optimizer, self.casts)
 
     def load_optimizer(self, state: dict) -> None:
-        """Loads the optimizer's state that `self.optimizer.state_dict()` gave, here or elsewhere.
+        """Loads an optimizer's state from `self.optimizer.state_dict()`, of this or another step.
 
-        How the optimizer runs, captured for example, stays what it is here. ValueError where it has
-        other groups of parameters.
+        The optimizer still runs as it does here, for example captured. Raises ValueError if the
+        state has other groups of parameters.
         """
         groups = self.optimizer.param_groups, state["param_groups"]
         here, there = ([len(group["params"]) for group in of] for of in groups)
         if here != there:
             raise ValueError(
                 f"the optimizer has groups of {here} parameters here and {there} in its state: "
-                "make it as it was made there"
+                "make it with the same groups"
             )
         how = [
             {name: group[name] for name in ("capturable", "fused", "foreach") if name in group}
@@ -234,18 +237,18 @@ class TrainingStep:
 def _is_dynamic(model: TransformerNP) -> bool:
     """Returns whether PyTorch's operators are compiled once for all sizes.
 
-    Operators of ours are compiled for each size even so. Where blocks are computed again all are:
-    torch 2.13 then loses a symbolic size.
+    Our operators are compiled for each size even then. If blocks are recomputed, all operators are,
+    because torch 2.13 then loses a symbolic size.
     """
     return not (model.checkpoint or model.variant.recompute_above)
 
 
 def _compiled(model: TransformerNP, dynamic: bool | None) -> Callable[..., torch.Tensor]:
-    """Returns the compiled loss. `dynamic` is None where all tasks are of one size."""
+    """Returns the compiled loss. `dynamic` is None if all tasks have one size."""
     shorten_inductor_messages()
     mode = COMPILE_MODES[model.variant.compile]
-    # Gates compare the layouts of our operators with what the compiler is told. Compiled code would
-    # compare them again at every call, for a tenth of a step's host time. TNP_CHECK=1 has it do so.
+    # Gates compare the layouts of our operators with their fakes. Compiled code would compare them
+    # again at every call, for a tenth of a step's host time. TNP_CHECK=1 turns that on.
     options = {"size_asserts": asserts()}
     if mode:
         from tnp.dispatch.private import list_mode_options  # Inductor is slow to import
@@ -254,17 +257,17 @@ def _compiled(model: TransformerNP, dynamic: bool | None) -> Callable[..., torch
     if dynamic is not None:
         allow_graphs(MOST_GRAPHS)
     if dynamic:
-        # An analysis that does not serve symbolic sizes, by its own notes, and ends in an assertion
-        # there (torch 2.11 on an H200; pytorch/pytorch issue 197077).
+        # By its own notes, this analysis does not support symbolic sizes. It ends in an assertion
+        # (torch 2.11 on an H200; pytorch/pytorch issue 197077).
         options["triton.coalesce_tiling_analysis"] = False
-        # Else Inductor compiles again, 45 s for 12 blocks, on either side of the sizes from which
-        # two reductions over one tensor are faster fused (torch 2.11 on an H200).
+        # Else Inductor compiles twice, 45 s for 12 blocks: above some size, two reductions over one
+        # tensor are faster fused (torch 2.11 on an H200).
         options["triton.mix_order_reduction_non_strict_mode"] = True
     return torch.compile(model.nll, fullgraph=True, options=options, dynamic=dynamic)
 
 
 def _largest(tasks: tuple[Task, ...]) -> Sizes:
-    """Returns the largest number of context points, and that of target points."""
+    """Returns the largest numbers of context and of target points."""
     return max(task.n_context for task in tasks), max(task.n_target for task in tasks)
 
 
@@ -286,7 +289,7 @@ def _adamw(
     on_cuda = device.type == "cuda"
     return torch.optim.AdamW(
         model.parameters(),
-        # A learning rate that lives on the device can change between replays and never syncs.
+        # A learning rate on the device can change between replays, and never waits for it.
         lr=torch.tensor(learning_rate, device=device) if on_cuda else learning_rate,
         weight_decay=_not_negative("weight_decay", weight_decay),
         fused=True,
@@ -295,7 +298,7 @@ def _adamw(
 
 
 def _check_model(model: object) -> None:
-    """Raises TypeError or ValueError where a step would not train the model, or not all of it."""
+    """Raises TypeError or ValueError if a step would not train the whole model."""
     if not isinstance(model, TransformerNP):
         sentence = f"model is a {type(model).__name__}: it must be a TransformerNP"
         if isinstance(getattr(model, "_orig_mod", None), TransformerNP):
@@ -310,11 +313,11 @@ def _check_model(model: object) -> None:
         raise TypeError(sentence)
     if getattr(model, "_compiled_call_impl", None) is not None:
         raise ValueError(
-            "model was compiled in place, which a step passes by: leave model.compile() out and "
+            "model was compiled in place, which a step ignores: leave model.compile() out and "
             "choose a variant whose `compile` is True"
         )
     if any(hasattr(parameter, "placements") for parameter in model.parameters()):
-        raise TypeError("the model's parameters are DTensors: a step takes whole tensors alone")
+        raise TypeError("the model's parameters are DTensors: a step takes only whole tensors")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
             "no parameter of the model asks for a gradient: there is nothing to train, unless "
@@ -324,7 +327,7 @@ def _check_model(model: object) -> None:
 
 
 def _check_padding(optimizer: torch.optim.Optimizer, model: TransformerNP) -> None:
-    """Raises ValueError where updates of padded layers would depend on their padding."""
+    """Raises ValueError if updates of padded layers would depend on their padding."""
     if model.heads.width == model.heads.d_ff:
         return
     layers = [module for module in model.modules() if isinstance(module, HiddenLayer)]
@@ -340,7 +343,7 @@ def _check_padding(optimizer: torch.optim.Optimizer, model: TransformerNP) -> No
 
 
 def _is_elementwise(optimizer: torch.optim.Optimizer, group: dict) -> bool:
-    """Returns whether two updates of a small matrix stay the same with zeros around it."""
+    """Returns whether two updates of a small matrix are the same with zeros around it."""
     weight, found = torch.arange(1.0, 7.0, device=group["params"][0].device).view(3, 2), []
     for padding in (0, 1):
         parameter = torch.nn.Parameter(F.pad(weight, (0, padding, 0, padding)))
@@ -354,7 +357,7 @@ def _is_elementwise(optimizer: torch.optim.Optimizer, group: dict) -> bool:
             parameter.grad = F.pad(sign * weight.flip(0), (0, padding, 0, padding))
             try:
                 type(optimizer).step(probe)
-            except Exception:  # whatever an optimizer of any package raises for a small matrix
+            except Exception:  # an optimizer may raise any error for a small matrix
                 return False
         found.append(parameter.detach()[:3, :2])
     return torch.allclose(*found, rtol=1e-4)
@@ -369,12 +372,12 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, model: TransformerNP) -> 
         raise ValueError("LBFGS evaluates the loss several times a step: choose another optimizer")
     theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not theirs & {id(p) for p in model.parameters()}:
-        raise ValueError("the optimizer has no parameter of the model: make it of its parameters()")
+        raise ValueError("the optimizer has no parameter of the model: give it model.parameters()")
     _check_padding(optimizer, model)
 
 
 def _check_capturable(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ValueError for an optimizer whose step no graph can hold."""
+    """Raises ValueError for an optimizer whose step cannot be captured."""
     for group in optimizer.param_groups:
         if not group.get("capturable", False):
             raise ValueError(

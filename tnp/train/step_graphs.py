@@ -17,25 +17,22 @@ from tnp.model.packing import Capacity
 from tnp.ops._shared.casting import WeightCasts
 from tnp.tasks.task import Task
 
-# Steps that are run eagerly before any is captured: cuBLAS, Triton and the optimizer create their
-# state in them. One of each size is among them, or follows, which finds the kernels of that size.
+# Steps that run eagerly before the first capture: cuBLAS, Triton and the optimizer create their
+# state in them. Each size has at least one eager step, which chooses its kernels.
 N_EAGER_BEFORE_CAPTURE = 3
-MOST_GRAPHS = 256  # of further sizes of tasks no graph is kept
+MOST_GRAPHS = 256  # further sizes of tasks run without a graph
 
 Step = Callable[[tuple[Task, ...], Capacity | None], torch.Tensor]
 log = logging.getLogger("tnp.train.step")
 
 
 class Watched:
-    """Remembers where the tensors lay that a captured step reads and writes.
-
-    A graph knows addresses alone.
-    """
+    """Remembers the addresses that a captured step reads and writes; a graph knows only these."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, casts: WeightCasts
     ) -> None:
-        self.copies = casts.copies()  # kept, whatever later steps do without
+        self.copies = casts.copies()  # kept alive, even if later steps do not use them
         self.parameters = [
             (f"{prefix}.{name}".lstrip("."), module._parameters, name, parameter.data_ptr())
             for prefix, module in model.named_modules()
@@ -45,7 +42,7 @@ class Watched:
         self.rates = [group["lr"] for group in optimizer.param_groups]
 
     def check(self) -> None:
-        """Raises RuntimeError where a replay would train tensors that nobody reads any more."""
+        """Raises RuntimeError if a replay would train tensors that are no longer used."""
         again = "since the step was captured: make a new TrainingStep"
         for path, owner, name, address in self.parameters:
             if owner[name].data_ptr() != address:
@@ -62,8 +59,8 @@ class StepGraphs:
 
     Args:
         run: the step; it must not wait for the device.
-        watch: what is to stay where it is, as it is now.
-        captures: of the device where all of it lies.
+        watch: returns the current addresses, which must not change.
+        captures: makes the graphs, on the device of the model.
         vary: whether tasks may have other sizes than the first.
     """
 
@@ -82,17 +79,17 @@ class StepGraphs:
         if one is None:
             return self._captures.run(partial(self._run, tasks, capacity))
         run = partial(self._run, one.inputs, capacity)
-        # Eager calls read the static tasks too: torch.compile guards on strides, and a task that is
-        # a view of another layout would make it compile again in the middle of the capture.
+        # Eager calls read the static tasks too: torch.compile guards on strides, and a task with
+        # another layout would make it compile again during the capture.
         for static, task in zip(one.inputs, tasks, strict=True):
             static.copy_(task)
         if not one.has_run or self._n_eager < N_EAGER_BEFORE_CAPTURE:
-            loss = self._captures.run(run)
+            with self._graphs.eager(one):
+                loss = self._captures.run(run)
             self._n_eager += 1
-            one.has_run = True
             return loss
         if one.replay is None:
-            # What eager steps took would lie beside the graphs' memory, which is as much.
+            # Else memory of the eager steps would stay allocated beside the graphs' memory.
             torch.cuda.empty_cache()
             self._graphs.capture(one, run)
             one.kept = self._watch()
@@ -107,8 +104,8 @@ class StepGraphs:
         if not self._vary and first is not None:
             if len(first.inputs) != len(tasks):
                 raise ValueError(
-                    f"the captured step is of {len(first.inputs)} tasks, not {len(tasks)}: give as "
-                    "many each time"
+                    f"the captured step takes {len(first.inputs)} tasks, not {len(tasks)}: give as "
+                    "many in every call"
                 )
             if capacity is None:
                 return first  # a task of another size is refused where it is copied

@@ -1,4 +1,4 @@
-"""Compiles kernels side by side, ahead of the launches that would compile them one by one.
+"""Compiles kernels in parallel, before launches would compile them one by one.
 
     python -m tnp.train.warm --batch 64 --n-context 64 --n-target 500
 
@@ -51,10 +51,7 @@ class Found:
 
 
 class _Pool(ThreadPoolExecutor):
-    """Runs one thread for each core that this process may use.
-
-    `others` holds jobs that are not Triton's, by key.
-    """
+    """Runs a thread for each usable core. `others` holds jobs that are not Triton's, by key."""
 
     def __init__(self) -> None:
         super().__init__(len(os.sched_getaffinity(0)), thread_name_prefix="tnp.train.warm")
@@ -65,13 +62,13 @@ class _Pool(ThreadPoolExecutor):
 
 
 def _run(function: Callable, *arguments: Any) -> Any:
-    """Compiles a kernel, and its launcher where Triton writes one for each signature (3.6)."""
+    """Compiles a kernel, and its launcher if Triton writes one for each signature (3.6)."""
     from triton.runtime import driver
 
     made = function(*arguments)
     launcher = getattr(driver.active, "launcher_cls", None)
     if launcher is not None and hasattr(made, "metadata"):
-        with suppress(Exception):  # the launch meets it itself, and raises it
+        with suppress(Exception):  # the launch raises the error again
             launcher(made.src, made.metadata)
     return made
 
@@ -135,7 +132,7 @@ def before_step(
 ) -> Found:
     """Compiles what a training step of `model` on `tasks` launches, on the GPU of its parameters.
 
-    Never raises: what stands in the way is logged, and the step compiles one kernel after another.
+    It never raises. Errors are logged, and the step then compiles one kernel after another.
     """
     import torch
 
@@ -183,7 +180,7 @@ def _dry_step(
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(DisableAutocast())
-        # Backward on this thread, which Triton's mode is active in.
+        # The backward pass runs on this thread, in which Triton's mode is active.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(torch.autograd.graph.disable_saved_tensors_hooks("this is a dry pass"))
         for task in tasks:
@@ -192,7 +189,7 @@ def _dry_step(
 
 
 def launches_our_kernels(model: TransformerNP) -> bool:
-    """Returns whether a step of `model` launches kernels of ours, which must be compiled."""
+    """Returns whether a step of `model` launches our kernels, which must be compiled."""
     from tnp.util.extras import triton_is_installed
 
     on_gpu = next(model.parameters()).is_cuda
@@ -203,9 +200,7 @@ def launches_our_kernels(model: TransformerNP) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Ends with exit code 0, 1 where a kernel does not compile, or 2 without a GPU or for bad
-    sizes.
-    """
+    """Returns exit code 0, 1 if a kernel does not compile, or 2 without a GPU or for bad sizes."""
     asked = _parser().parse_args(arguments)
     import torch
 
@@ -274,7 +269,7 @@ def _no_driver(target: Target) -> Iterator[None]:
     driver.set_active(
         SimpleNamespace(
             get_current_target=lambda: GPUTarget("cuda", target.capability, 32),
-            get_current_device=lambda: target,  # Triton keeps what it compiled by device
+            get_current_device=lambda: target,  # Triton keeps compiled kernels by device
             get_current_stream=lambda device: None,
         )
     )

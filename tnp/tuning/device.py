@@ -1,13 +1,12 @@
-"""Says what runs on a GPU, also on one that is not here, and why the rest does not.
+"""Says which implementations run on a GPU, also on one that is not here, and why others do not.
 
     python -m tnp.tuning.device
     python -m tnp.tuning.device --gpu "NVIDIA A100"
     python -m tnp.tuning.device --capability 7.5
 
-The answer for an operator and implementation is for one problem: the first in the GPU's tuned
-table, or else the first case of the operator's gate. Column "auto" says why "auto" takes an
-implementation, and is empty for the others. --load imports implementations of other packages and
-asks them too.
+Each answer is for one problem: the first in the GPU's tuned table, or else the first case of the
+operator's gate. Column "auto" says why "auto" chooses an implementation, and is empty for the
+others. --load imports implementations of other packages and asks them too.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def _here() -> Target:
 
 
 def about(target: Target, name: str) -> Iterator[str]:
-    """Yields lines about a device, and what "auto" does there."""
+    """Yields lines about a device, and about the choices of "auto" there."""
     from tnp.dispatch import devices, tuned_tables
 
     if target.kind != "cuda":
@@ -117,16 +116,15 @@ def about(target: Target, name: str) -> Iterator[str]:
 
 
 def _by_default(target: Target) -> str:
-    """Returns what "auto" takes on a GPU without a table for its capability, and why."""
+    """Says what "auto" chooses on a GPU without a table for its capability, and why."""
     from tnp.dispatch import tuned_tables
 
     if target.capability in tuned_tables.OURS_ON:
         return 'nothing was measured on such a GPU: "auto" takes ours where they run'
     return (
-        'nothing was measured on such a GPU: "auto" takes PyTorch\'s operators, where one says '
-        "yes; attention below 8.0 runs as 'reference' alone, which must be named. Ours run where "
-        "the table says yes and they are named; python -m tnp.tuning times them on the GPU, and "
-        '"auto" then takes the fastest'
+        'nothing was measured on such a GPU: "auto" takes PyTorch\'s operators, if they run. '
+        "Below 8.0, only attention 'reference' runs, by its name. Ours run by name where the table "
+        'says yes. python -m tnp.tuning times them on the GPU; "auto" then takes the fastest'
     )
 
 
@@ -142,7 +140,7 @@ def answers(operator: Operator, target: Target, load: bool = False) -> Iterator[
 
 
 def _chosen(operator: Operator, problem: Problem, target: Target) -> Choice | None:
-    """Returns what "auto" takes for a problem, with the gradients that PyTorch's form gives."""
+    """Returns the choice of "auto" for a problem, with the gradients that PyTorch's form gives."""
     from tnp.dispatch.selection import choose_implementation
     from tnp.gates.results import wanted_of
 
@@ -182,7 +180,7 @@ def _answer(
         return "?", "installed; --load asks it"
     try:
         found = listed.implementation
-    except Exception as error:  # whatever importing it raises is the answer
+    except Exception as error:  # a failed import is the answer
         return "no", " ".join(f"{type(error).__name__}: {error}".split())
     if problem.dtype not in found.dtypes:  # of one it takes: the dtype is the problem's own
         problem = replace(problem, dtype=found.dtypes[0])

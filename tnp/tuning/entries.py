@@ -1,4 +1,4 @@
-"""Makes entries of tuned tables from rows of table "ops": the fastest of all that took turns.
+"""Makes entries of tuned tables from rows of table "ops": the fastest that took turns.
 
 An earlier candidate stays if it takes at most `tuned_tables.STAYS_BELOW` times the fastest's time.
 The first candidate is the default.
@@ -22,9 +22,9 @@ TRAINING, INFERENCE = "training", "inference"
 
 
 def of_operations(rows: Iterable[Row]) -> list[tuned_tables.Entry]:
-    """Returns an entry for each operation and problem with a timed trial: kernel, configuration.
+    """Returns an entry for each operation and problem with a timed trial.
 
-    An entry serves both modes. Rows that are no trials are ignored.
+    An entry has a kernel and a configuration, and serves both modes. Other rows are ignored.
 
     Args:
         rows: rows of table "ops", those of one job in the order of its contenders.
@@ -86,6 +86,6 @@ def time_ms(operator: Operator, times: Mapping[str, float], mode: str) -> float 
 
 
 def fastest(times: Mapping[Key, float]) -> Key:
-    """Returns the first whose time is at most `STAYS_BELOW` times the shortest."""
+    """Returns the first key whose time is at most `STAYS_BELOW` times the shortest."""
     least = min(times.values())
     return next(one for one, time in times.items() if time <= tuned_tables.STAYS_BELOW * least)

@@ -1,11 +1,11 @@
-"""Measures what kernels cost on your own GPU, so that "auto" can predict times of untimed sizes.
+"""Measures what kernels cost on your own GPU, so that "auto" can predict times of other sizes.
 
     python -m tnp.tuning.fit_costs
 
 A kernel counts the parts of its time (`tnp.dispatch.spec.Kernel.counts`): a launch, blocks of keys
-of the busiest multiprocessor, tiles of queries. This command times every such kernel and
-configuration at random sizes, in some ten minutes. It fits the time of each part by least squares,
-and enters it in your own table. The table lies in your cache and comes before the installed one;
+on the busiest multiprocessor, tiles of queries. This command times every such kernel and
+configuration at random sizes, in about ten minutes. It fits the time of each part by least squares,
+and enters it in your own table. The table lies in your cache and is read before the installed one.
 TNP_TABLES names another folder.
 """
 
@@ -26,7 +26,7 @@ from tnp.util.cli import Parser, end_with, option, table
 
 TIMEOUT_S = 1800.0
 N_SIZES, SEED = 200, 1
-# Times of a configuration that are needed for every count of its kernel.
+# A configuration needs this many times for each count of its kernel.
 TIMES_A_COUNT = 4
 HEADER = ("operation", "kernel", "configuration", "µs of each count", "off by", "sizes")
 
@@ -97,7 +97,7 @@ def fitted(
         times = numpy.array([row["us"] for row in own])
         relative = counts / times[:, None]
         if numpy.linalg.matrix_rank(relative) < counts.shape[1]:
-            continue  # what was never counted would seem to take no time
+            continue  # a count that is always 0 would seem to take no time
         near = numpy.array([fastest[row["of"], row["problem"]] for row in own]) / times
         us = _not_negative(relative, near**2)
         off = numpy.sqrt(numpy.mean((relative @ us - 1) ** 2))

@@ -2,10 +2,10 @@
 
     python -m tnp.tuning --batch 8 --n-context 2000 --n-target 300
 
-It times, for every operator of the neural process, all implementations that "auto" may choose,
+For every operator of the neural process, it times all implementations that "auto" may choose,
 forward and backward, each in its own process. It enters the fastest for training and for inference
-in your own table, which lies in your cache and comes before the installed one. Only calls of these
-sizes use the entries.
+in your own table. The table lies in your cache and is read before the installed one. Only calls of
+these sizes use the entries.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="python -m tnp.tuning", description="Choose what 'auto' runs at these sizes."
+        prog="python -m tnp.tuning", description="Chooses what 'auto' runs at these sizes."
     )
     for name in ("batch", "n_context", "n_target"):
         parser.add_argument(option(name), type=size, required=True)
     for name in OF_MODEL:
-        parser.add_argument(option(name), type=size, help="the model's own where not given")
+        parser.add_argument(option(name), type=size, help="by default the model's own")
     parser.add_argument(
         "--d-ff-storage",
         type=size,
-        help="stored width of hidden layers; what named variants store where not given",
+        help="stored width of hidden layers; by default that of named variants",
     )
     parser.add_argument("--dtype", choices=FLOATS, default=FLOATS[0])
     return parser
@@ -102,7 +102,7 @@ def _jobs(wanted: argparse.Namespace, device: str) -> Iterator[tuple[Operator, d
 def _answers(
     operator: Operator, parameters: dict, rows: Sequence[dict], chosen: Sequence[tuned_tables.Entry]
 ) -> Iterator[tuple[str, ...]]:
-    """Yields a line for each implementation: its times, its modes, or why it was not timed."""
+    """Yields a line for each implementation: times and modes, or why it was not timed."""
     for name in parameters["implementations"]:
         own = {row["pass"]: row for row in rows if row["implementation"] == name}
         times = [

@@ -1,7 +1,7 @@
 """Reads a user's values: columns and arrays of any table library, tensors, lists.
 
-A missing value is a masked element, None, NaN, NaT, or a null of the library. It becomes NaN, never
-a number. Dates and durations are refused, because each library chooses its own unit for them.
+A missing value is a masked element, None, NaN, NaT, or a null of the library. It becomes NaN. Dates
+and durations are refused, because each library chooses its own unit for them.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def as_labels(what: str, values: Any, of: str) -> list:
         _require_plain(what, values)
         values = values.detach().cpu()
         values = (values.double() if values.is_floating_point() else values).numpy()
-    if isinstance(values, list | tuple):  # no array: in one, 3 and "3" would be the same label
+    if isinstance(values, list | tuple):  # an array would make 3 and "3" the same label
         data, is_missing = list(values), np.zeros(len(values), bool)
     else:
         array, is_missing = _unmasked(what, values)
@@ -147,7 +147,7 @@ def _read_objects(what: str, data: np.ndarray, is_missing: np.ndarray) -> np.nda
         if is_missing[index] or _is_missing(value):
             continue
         where = f", row {index[0]}," if index else ""
-        if getattr(value, "shape", ()) != ():  # of one number numpy would take it for that
+        if getattr(value, "shape", ()) != ():  # numpy would read an array of one number
             kind, shape = type(value).__name__, tuple(value.shape)
             raise ValueError(f"{what}{where} holds a {kind} of shape {shape}, not a number")
         if isinstance(value, _TEMPORAL):
@@ -158,7 +158,7 @@ def _read_objects(what: str, data: np.ndarray, is_missing: np.ndarray) -> np.nda
         except (OverflowError, TypeError, ValueError) as error:
             hint = ""
             if isinstance(value, str | bytes):
-                hint = "; of categories make one column of 0 and 1 for each value"
+                hint = "; make one column of 0 and 1 for each category"
             raise ValueError(
                 f"{what}{where} holds {value!r}, not a number: {error}{hint}"
             ) from None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class StoreError(RuntimeError):
-    """A file of results cannot be used; the message names it and says what to do."""
+    """Says that a file of results cannot be used. The message names it and a remedy."""
 
 
 def user_cache() -> Path:
@@ -31,7 +31,7 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(path.parent)
-        shutil.rmtree(folder, ignore_errors=True)  # of an earlier process with our number
+        shutil.rmtree(folder, ignore_errors=True)  # an earlier process had our number
         folder.mkdir()
         try:
             yield folder / "new"

@@ -1,4 +1,4 @@
-"""A dictionary that cannot grow without end."""
+"""Defines a dictionary of limited size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MOST = 4096
 class Bounded(dict):
     """Keeps at most `most` entries. A new key in a full dictionary drops the older half.
 
-    Looking up costs as much as in a `dict`. Threads that store hold a lock of their own.
+    Looking up costs as much as in a `dict`. Threads that store hold their own lock.
     """
 
     def __init__(self, most: int = MOST) -> None:

@@ -1,4 +1,4 @@
-"""Checks of arguments, one sentence each. Imports torch only where a tensor is checked."""
+"""Checks arguments. Each failure is one sentence. Imports torch only to check a tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def is_expanded(x: torch.Tensor) -> bool:
-    """Returns whether elements of x share memory, as those of a sum's gradient do."""
+    """Returns whether elements of x share memory, as in the gradient of a sum."""
     return any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
 
 
@@ -51,7 +51,10 @@ def require_real(name: str, value: SupportsFloat) -> float:
 
 
 def _python_number(value: Any) -> Any:
-    """Returns what a scalar of numpy or torch holds; None for arrays and for a masked scalar."""
+    """Returns the number in a scalar of numpy or torch, or None for arrays and masked scalars.
+
+    Other values are returned as they are.
+    """
     if not hasattr(value, "shape") or not hasattr(value, "item"):
         return value
     is_masked = getattr(value, "mask", False)
@@ -61,7 +64,7 @@ def _python_number(value: Any) -> Any:
 def switched_on(variable: str, on: str, off: tuple[str, ...] = ("",)) -> bool:
     """Returns whether an environment variable has the value that switches something on.
 
-    ValueError where it has neither that value nor one of `off`: it would be ignored.
+    Raises ValueError for any value but that one and those in `off`.
     """
     value = os.environ.get(variable, "")
     if value != on and value not in off:
@@ -80,7 +83,7 @@ def require_number(name: str, value: float) -> None:
 
 
 def require_tensors(**given: object) -> None:
-    """Raises ValueError naming the first that is no tensor, and of what type it is."""
+    """Raises ValueError naming the first argument that is no tensor, and its type."""
     import torch
 
     for name, x in given.items():
@@ -90,9 +93,9 @@ def require_tensors(**given: object) -> None:
 
 
 def require_floats(**tensors: torch.Tensor | None) -> None:
-    """Raises ValueError naming the first that is no float; None passes.
+    """Raises ValueError naming the first tensor that has no float dtype. None passes.
 
-    Casts round integers and drop imaginary parts without a word.
+    A cast would round integers and drop imaginary parts silently.
     """
     for name, x in tensors.items():
         if x is not None and not x.is_floating_point():
@@ -100,20 +103,20 @@ def require_floats(**tensors: torch.Tensor | None) -> None:
 
 
 def require_16_bits(name: str, dtype: torch.dtype) -> None:
-    """Raises ValueError where `dtype` is none of the floats of 16 bits."""
+    """Raises ValueError unless `dtype` is bfloat16 or float16."""
     if str(dtype) not in ("torch.bfloat16", "torch.float16") or isinstance(dtype, str):
         raise ValueError(f"{name} is {dtype!r}: it must be torch.bfloat16 or torch.float16")
 
 
 def require_bools(**given: bool) -> None:
-    """Raises ValueError naming the first that is neither True nor False."""
+    """Raises ValueError naming the first value that is neither True nor False."""
     for name, value in given.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name} is {value!r}: it must be True or False")
 
 
 def require_equal(**tensors: torch.Tensor) -> None:
-    """Raises ValueError where a tensor's shape, dtype or device are not those of the first."""
+    """Raises ValueError if a tensor's shape, dtype or device differs from the first one's."""
     (first, x), *others = tensors.items()
     for name, y in others:
         if (y.shape, y.dtype, y.device) != (x.shape, x.dtype, x.device):
@@ -124,7 +127,7 @@ def require_equal(**tensors: torch.Tensor) -> None:
 
 
 def require_alike(**tensors: torch.Tensor) -> None:
-    """Raises ValueError where two tensors differ in dtype or device."""
+    """Raises ValueError if two tensors differ in dtype or device."""
     (first, x), (second, y) = tensors.items()
     if (x.dtype, x.device) != (y.dtype, y.device):
         raise ValueError(
@@ -143,7 +146,7 @@ def positive_number(name: str, value: float) -> float:
 
 
 def visible_device(device: torch.device | str) -> torch.device:
-    """Returns the device; ValueError if there is none of that name here."""
+    """Returns the device. Raises ValueError if it is not here."""
     import torch
 
     try:
@@ -156,7 +159,7 @@ def visible_device(device: torch.device | str) -> torch.device:
 
 
 def require_one_device(**tensors: torch.Tensor) -> None:
-    """Raises ValueError naming the first that is not where the first of all is."""
+    """Raises ValueError naming the first tensor that is not on the first one's device."""
     (first, x), *others = tensors.items()
     for name, other in others:
         if other.device != x.device:
@@ -166,7 +169,7 @@ def require_one_device(**tensors: torch.Tensor) -> None:
 
 
 def require_no_gradient(giver: str, **tensors: torch.Tensor) -> None:
-    """Raises ValueError where a gradient is asked for that `giver` does not give."""
+    """Raises ValueError if a tensor asks for a gradient, which `giver` does not give."""
     import torch
 
     for name, x in tensors.items():
@@ -178,7 +181,7 @@ def require_no_gradient(giver: str, **tensors: torch.Tensor) -> None:
 
 
 def require_lengths(x: torch.Tensor, **lengths: torch.Tensor) -> None:
-    """Raises ValueError where numbers of rows are not int32, one for each sample of x [B, …]."""
+    """Raises ValueError unless lengths are int32, one for each sample of x [B, …]."""
     for name, numbers in lengths.items():
         if numbers.shape != x.shape[:1] or str(numbers.dtype) != "torch.int32":
             raise ValueError(
@@ -206,8 +209,9 @@ def numbers_on_host(x: torch.Tensor | None, dim: int = 1) -> list | None:
 
 
 def require_between(name: str, x: torch.Tensor | None, low: int, high: int) -> None:
-    """Raises ValueError where the host knows the samples' numbers x, int32 [B], and that one lies
-    outside low … high; an empty range is left to others.
+    """Raises ValueError if the host knows that a number of x, int32 [B], is outside low … high.
+
+    An empty range passes here.
     """
     numbers = numbers_on_host(x)
     if not numbers or low > high or (min(numbers) >= low and max(numbers) <= high):
@@ -219,8 +223,9 @@ def require_between(name: str, x: torch.Tensor | None, low: int, high: int) -> N
 
 
 def require_pages(page_table: torch.Tensor, lengths: torch.Tensor, page: int, n_pages: int) -> None:
-    """Raises ValueError where the host knows page_table, int32 [B, columns], and lengths, int32
-    [B], and that one of the pages that a sequence uses is none of n_pages.
+    """Raises ValueError if the host knows that a sequence uses a page that does not exist.
+
+    page_table is int32 [B, columns], lengths int32 [B].
     """
     rows, numbers = numbers_on_host(page_table, 2), numbers_on_host(lengths)
     if rows is None or numbers is None or len(rows) != len(numbers) or not page or not n_pages:
@@ -236,8 +241,9 @@ def require_pages(page_table: torch.Tensor, lengths: torch.Tensor, page: int, n_
 
 
 def require_cumulative(name: str, x: torch.Tensor | None, of: str, n_rows: int) -> None:
-    """Raises ValueError where the host knows x, int32 [n_sequences + 1], and that its sequences do
-    not follow one another from row 0 to the last of `of`, which has `n_rows`.
+    """Raises ValueError if the host knows that x, int32 [n_sequences + 1], has gaps.
+
+    Its sequences must follow one another from row 0 to the last row of `of`, which has `n_rows`.
     """
     ends = numbers_on_host(x)
     if ends is None or len(ends) < 2:
@@ -253,6 +259,6 @@ def require_cumulative(name: str, x: torch.Tensor | None, of: str, n_rows: int) 
 
 
 def require_end(name: str, end: int, of: str, n_rows: int) -> None:
-    """Raises ValueError where packed sequences end before or behind the last of `n_rows` rows."""
+    """Raises ValueError unless packed sequences end with the last of `n_rows` rows."""
     if end != n_rows:
         raise ValueError(f"{name} ends with {end} and {of} has {n_rows} rows: they must be equal")

@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
         names = [text.partition("=")[0] for text in given if text.startswith("--")]
         unknown = next((name for name in names if name not in self._option_string_actions), None)
         if unknown and unknown != "--":
-            self.error(f"unknown option {unknown}: --help says what there is")
+            self.error(f"unknown option {unknown}: --help lists the options")
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
@@ -36,8 +36,8 @@ class Parser(argparse.ArgumentParser):
 def end_with(main: Callable[[], int]) -> NoReturn:
     """Ends the process with main's exit code, silently if nobody reads its output any more.
 
-    If a package of an extra is missing, prints a sentence; the exit code is then 1. Characters that
-    the output's encoding lacks are written in ASCII: "us" for "µs".
+    If a package of an extra is missing, it prints a sentence and the exit code is 1. Characters
+    that the output's encoding lacks are written in ASCII: "us" for "µs".
     """
     codecs.register_error("tnp.ascii", _in_ascii)
     for stream in (sys.stdout, sys.stderr):
@@ -48,7 +48,7 @@ def end_with(main: Callable[[], int]) -> NoReturn:
         sys.stdout.flush()
     except MissingExtra as error:
         sys.exit(str(error))
-    except BrokenPipeError:  # of `| head`; what is left would raise again when Python ends
+    except BrokenPipeError:  # as in `| head`; unwritten text would raise again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     sys.exit(code)
@@ -76,7 +76,7 @@ def size(text: str) -> int:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Returns text in columns; those whose numbers are in `right` are aligned right."""
+    """Returns text in columns. Columns whose numbers are in `right` are aligned to the right."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
 
     def line(row: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Imports optional packages, which only a part of tnp needs and an extra brings."""
+"""Imports optional packages: one part of tnp needs them, and an extra installs them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def triton_is_installed() -> bool:
 
 
 class MissingExtra(ImportError):
-    """Says that a package is not installed, and which extra brings it."""
+    """Says that a package is not installed, and which extra installs it."""
 
 
 def require(package: str, what: str, extra: str) -> ModuleType:
@@ -28,9 +28,9 @@ def require(package: str, what: str, extra: str) -> ModuleType:
     Args:
         package: its import name, "altair".
         what: the part of tnp that needs it, "plots".
-        extra: the extra that brings it, a name of pyproject.toml.
+        extra: the extra that installs it, a name of pyproject.toml.
     """
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise MissingExtra(f"{what} need {package}, which {install(extra)} brings") from None
+        raise MissingExtra(f"{what} need {package}: run {install(extra)}") from None

@@ -20,7 +20,7 @@ from tnp.util.atomic_files import cannot_write, first_line, replacing
 
 _DIGEST_BYTES = 64  # SHA-256 in hexadecimal
 _HELD = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-_NO_COMMENT = (0).to_bytes(2, "little")  # what an archive ends in: the length of its comment
+_NO_COMMENT = (0).to_bytes(2, "little")  # an archive ends with the length of its comment
 
 
 def save(path: Path, state: dict) -> None:
@@ -62,8 +62,9 @@ def seal(path: Path) -> None:
 
 
 def plain(value: object) -> object:
-    """Returns the value with numbers of numpy as Python's and paths as text, in dicts, lists and
-    tuples too; all else as it is.
+    """Returns the value with numpy's numbers as Python's and paths as text.
+
+    Dicts, lists and tuples are searched too. Other values are unchanged.
     """
     if isinstance(value, dict):
         return {plain(key): plain(each) for key, each in value.items()}
@@ -75,15 +76,15 @@ def plain(value: object) -> object:
 
 
 def plain_values(name: str, value: object) -> object:
-    """Returns `plain` of a value that can be compared: of numbers, texts, lists and dicts.
+    """Returns `plain` of a value that can be compared: numbers, texts, lists and dicts.
 
-    Raises TypeError naming what it holds of another type, such as a tensor.
+    Raises TypeError naming a part of another type, such as a tensor.
     """
     value = plain(value)
     for at, each in _leaves(value, name):
         if type(each) not in _HELD:
             kind = type(each).__name__
-            raise TypeError(f"{at} is a {kind}: it must be of numbers, texts, lists and dicts")
+            raise TypeError(f"{at} is a {kind}: it must hold numbers, texts, lists and dicts")
     return value
 
 
@@ -97,13 +98,13 @@ def _cannot_save(path: Path, state: dict, error: Exception) -> TypeError:
     what = "the state" if found is None else f"{found[0]} is a {type(found[1]).__name__}"
     reason = f" ({first_line(error)})" if found is None else ""
     return TypeError(
-        f"cannot save {path}: {what}{reason}: it must be of numbers, texts, tensors, lists and "
-        "dicts, which are read again without running code"
+        f"cannot save {path}: {what}{reason}: it must hold numbers, texts, tensors, lists and "
+        "dicts, which can be read without running code"
     )
 
 
 def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """Yields what dicts, lists and tuples hold, with its name."""
+    """Yields the values in dicts, lists and tuples, each with its name."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield from _leaves(each, f"{name}.{key}".lstrip("."))

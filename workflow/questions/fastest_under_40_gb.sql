@@ -1,9 +1,9 @@
 -- What is fastest at each shape on a card of 40 GB? Those with evidence first.
 select device, shape, variant, checkpoint, cuda_graph, round(step_ms, 2) as time_ms,
-    round(peak_memory_bytes / pow(2, 30), 1) as memory_gib, counts
+    round(peak_memory_bytes / pow(2, 30), 1) as memory_gib, valid
 from step_summary
-where memory_gib < 38 and status = 'ok' and optimizer and counts is distinct from false
+where memory_gib < 38 and status = 'ok' and optimizer and valid is distinct from false
 qualify row_number() over (
-    partition by device, batch, n_context, n_target order by counts desc nulls last, step_ms asc
+    partition by device, batch, n_context, n_target order by valid desc nulls last, step_ms asc
 ) = 1
 order by device, step_ms;

@@ -11,14 +11,7 @@
 -- A ratio above 1 says how many times as fast ours is. Ratios with an interval come from runs made
 -- together on one GPU. The times are medians of all runs, so dividing them may give a slightly
 -- different ratio.
-with ours as (
-    from speedup
-    -- Steps whose sizes vary have a table of their own.
-    where leads and counts and not varies
-),
-
--- The largest GPU first, as in the figures.
-sizes as (
+with gpus as (
     select
         device,
         max(memory_bytes) as memory_bytes
@@ -35,61 +28,33 @@ tied as (
         dtype,
         list(distinct variant order by variant) as variants
     from speedup
-    where fastest and role = 'own'
+    where fastest
     group by all
 )
 
 select
-    ours.device,
-    format('{}: {} × ({:,}, {:,})', ours.shape, ours.batch, ours.n_context, ours.n_target) as shape,
-    plain.step_ms as "plain_PyTorch,_ms",
-    case when ours.best_pytorch_role = 'peer' then ours.best_pytorch_step_ms end
-        as "PyTorch's_best,_ms",
-    ours.step_ms as "ours,_ms",
-    concat_ws(
-        ', ',
-        ours.variant,
-        nullif(
-            array_to_string(
-                list_filter(tied.variants, lambda name: name != ours.variant), ', '
-            ),
-            ''
-        )
+    device,
+    format('{}: {} × ({:,}, {:,})', shape, batch, n_context, n_target) as shape,
+    plain_step_ms as "plain_PyTorch,_ms",
+    case when best_pytorch_role = 'peer' then best_pytorch_step_ms end as "PyTorch's_best,_ms",
+    step_ms as "ours,_ms",
+    array_to_string(
+        list_prepend(variant, list_filter(variants, lambda name: name != variant)), ', '
     ) as variant,
     coalesce(
-        ratio_cell(ours.speedup, ours.speedup_low, ours.speedup_high),
+        ratio_cell(speedup, speedup_low, speedup_high),
         case
-            when plain.step_ms is not null
-                then
-                    format('not compared ({})', ours.why_no_speedup)
+            when plain_step_ms is not null then format('not compared ({})', why_no_speedup)
         end
     ) as against_plain,
     case
-        when ours.best_pytorch_role = 'peer'
-            then ratio_cell(ours.speedup_best, ours.speedup_best_low, ours.speedup_best_high)
+        when best_pytorch_role = 'peer'
+            then ratio_cell(speedup_best, speedup_best_low, speedup_best_high)
     end as against_best,
-    case when ours.best_pytorch_role = 'peer' then ours.verdict_best end as verdict
-from ours
-left join sizes on ours.device = sizes.device
-left join tied
-    on
-        ours.device = tied.device
-        and ours.batch = tied.batch
-        and ours.n_context = tied.n_context
-        and ours.n_target = tied.n_target
-        and ours.dtype = tied.dtype
-left join speedup as plain
-    on
-        ours.device = plain.device
-        and ours.batch = plain.batch
-        and ours.n_context = plain.n_context
-        and ours.n_target = plain.n_target
-        and ours.dtype = plain.dtype
-        and plain.role = 'baseline'
-        and not (plain.checkpoint or plain.cuda_graph)
-order by
-    sizes.memory_bytes desc,
-    ours.device asc,
-    ours.n_context asc,
-    ours.n_target asc,
-    ours.batch desc;
+    case when best_pytorch_role = 'peer' then verdict_best end as verdict
+from speedup
+left join gpus using (device)
+left join tied using (device, batch, n_context, n_target, dtype)
+-- Steps whose sizes vary have a table of their own. The largest GPU comes first, as in figures.
+where leads and valid and not varies
+order by memory_bytes desc, device asc, n_context asc, n_target asc, batch desc;

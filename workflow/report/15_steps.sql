@@ -4,15 +4,6 @@
 -- is the peak during a step. Times are medians over runs, and a run is one process. "Against best"
 -- compares with the fastest of PyTorch's rows at this shape. If it was not timed beside ours, a row
 -- within 1 % of it may replace it.
-with measured as (
-    select
-        device,
-        question,
-        energy_j,
-        peak_memory_bytes
-    from step_summary
-)
-
 select
     device,
     shape,
@@ -35,7 +26,6 @@ select
     energy_j as "energy,_J",
     peak_memory_bytes / pow(2, 30) as "memory,_GiB",
     n_runs as runs,
-    evidence_cell(counts, why_not) as evidence
+    evidence_cell(valid, why_not) as evidence
 from speedup
-inner join measured using (device, question)
 order by device asc, min(step_ms) over (partition by device, shape) asc, step_ms desc;

@@ -20,7 +20,7 @@ select
     others as "the_others,_ms",
     ratio_cell(speedup_best, speedup_best_low, speedup_best_high) as against_their_best,
     verdict_best as verdict,
-    evidence_cell(counts, why_not) as evidence
+    evidence_cell(valid, why_not) as evidence
 from own_operators
 where op = 'attention' and n_q is not null
 order by device asc, pass desc, batch::bigint * n_q * n_k asc, implementation asc;

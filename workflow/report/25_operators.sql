@@ -22,7 +22,7 @@ select
     others as "the_others,_ms",
     ratio_cell(speedup_best, speedup_best_low, speedup_best_high) as against_their_best,
     verdict_best as verdict,
-    evidence_cell(counts, why_not) as evidence
+    evidence_cell(valid, why_not) as evidence
 from own_operators
 where op not in ('attention', 'decode_attention')
 order by device asc, op asc, pass desc, shape asc, implementation asc;

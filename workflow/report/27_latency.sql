@@ -15,7 +15,7 @@ select
     format('{:.2f}', 1000 * p95_ms) as p95_in_µs,
     format('{:.2f}', 1000 * p99_ms) as p99_in_µs,
     n_launches as launches,
-    evidence_cell(counts, why_not) as evidence
+    evidence_cell(valid, why_not) as evidence
 from latency
 where status = 'ok'
 order by device asc, op asc, pass desc, shape asc, p50_ms asc, implementation asc;

@@ -7,7 +7,7 @@ select
     checkpoint as checkpointing,
     peak_memory_bytes / pow(2, 30) as "memory,_GiB",
     step_ms as "step,_ms",
-    evidence_cell(counts, why_not) as evidence
+    evidence_cell(valid, why_not) as evidence
 from step_summary
 where n_context >= 200000 and optimizer and status = 'ok'
 order by device, peak_memory_bytes;

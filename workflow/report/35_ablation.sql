@@ -10,7 +10,7 @@ select
     verdict_alone as verdict_added,
     gain_last_ms as "gains_last,_ms",
     verdict_last,
-    evidence_cell(counts, why_not) as evidence
+    evidence_cell(valid, why_not) as evidence
 from ablation
 where status = 'ok'
 order by device, shape, greatest(gain_alone_ms, gain_last_ms) desc;

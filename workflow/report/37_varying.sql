@@ -12,16 +12,6 @@ with streams as (
     select distinct device
     from step_summary
     where varies
-),
-
-rates as (
-    select
-        device,
-        question,
-        tokens_per_s,
-        padded_share as padding,
-        peak_memory_bytes
-    from step_summary
 )
 
 select
@@ -31,15 +21,14 @@ select
     cuda_graph as graph,
     step_ms as "step,_ms",
     tokens_per_s / 1e6 as million_rows_a_second,
-    format('{:.0f} %', 100 * padding) as padding,
+    format('{:.0f} %', 100 * padded_share) as padding,
     peak_memory_bytes / pow(2, 30) as "memory,_GiB",
     ratio_cell(speedup_best, speedup_best_low, speedup_best_high) as against_best,
     verdict_best,
     n_pairs_best as pairs,
     n_runs as runs,
-    evidence_cell(counts, why_not) as evidence
+    evidence_cell(valid, why_not) as evidence
 from speedup
-inner join rates using (device, question)
 inner join streams using (device)
 where
     not checkpoint

@@ -19,6 +19,6 @@ select
     format('{:.2f}', replayed_over_bare) as replayed_over_bare,
     format('{:.2f}', hundred_speedup) as a_hundred,
     max_relative_error as off_by,
-    evidence_cell(counts, why_not) as evidence
+    evidence_cell(valid, why_not) as evidence
 from predictions_over_context
 order by device asc, batch * n_context desc, variant asc;

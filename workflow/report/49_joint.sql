@@ -15,6 +15,6 @@ select
     plain_ms as plain,
     round(training_cost, 3) as trained_over_plain,
     n_runs as runs,
-    evidence_cell(counts, why_not) as evidence
+    evidence_cell(valid, why_not) as evidence
 from joint_samples
 order by device, shape, variant;

@@ -39,7 +39,7 @@ with standing_without as (
         source || ', ' || n_context || ' context points' as shape,
         run as name,
         recorded_at
-    from current_training
+    from stg_training
     where run_id is null
 ),
 

@@ -6,10 +6,10 @@
 -- `undecided` too.
 select
     device,
-    replace(question, device || ' ', '') as question,
-    replace(base_question, device || ' ', '') as against,
+    replace(comparison_key, device || ' ', '') as compared,
+    replace(base_comparison_key, device || ' ', '') as against,
     ratio_cell(ratio, low, high) as ratio,
     n_more_runs as more_runs
 from undecided
-where base_question <> question
+where base_comparison_key <> comparison_key
 order by all;

@@ -1,13 +1,13 @@
--- Grain: device × shape × component: what one component of our whole variant gains in a step.
+-- Grain: device × shape × component: the gain of one component of our whole variant in a step.
 --
--- Four steps of study `ablation`: `base`, PyTorch's; `only`, base with the component; `full`, all
--- components; `without`, full but for the component. `alone` is what it gains added to base, `last`
--- what is lost when it is taken from full. Ratios, 95 % intervals and verdicts are of view
--- `contrasts`; the gain in ms is the ratio's at the median of the faster step. Of base and full
--- that generation is used which was timed beside the component's step. Null where one of
--- the two steps failed (`status`, `reason`) or was not run.
+-- Four steps of study `ablation` take part: `base`, PyTorch's; `only`, base with the component;
+-- `full`, all components; `without`, full but for the component. `alone` is the gain of adding the
+-- component to base, `last` the loss of taking it from full. Ratios, 95 % intervals and verdicts
+-- are those of table `contrasts`; a gain in ms is the ratio's at the median of the faster step.
+-- Base and full are the code versions that were timed beside the component's step. Gains are null
+-- where one of the two steps failed (`status`, `reason`) or was not run.
 create or replace view ablation as
-with steps as (
+with ablated as (
     select
         *,
         regexp_extract(variant, '^(only|without)_(.+)$', ['end', 'component']) as parts,
@@ -28,23 +28,23 @@ components as (
         checkpoint,
         cuda_graph,
         component
-    from steps
+    from ablated
     where component is not null
 ),
 
--- The four steps of each component: those without a component belong to all of their shape.
+-- The four steps of each component; a step without a component belongs to all of its shape.
 parts as (
     select
         components.*,
-        steps.* exclude (device, shape, checkpoint, cuda_graph, component)
+        ablated.* exclude (device, shape, checkpoint, cuda_graph, component)
     from components
-    inner join steps
+    inner join ablated
         on
-            components.device = steps.device
-            and components.shape = steps.shape
-            and components.checkpoint = steps.checkpoint
-            and components.cuda_graph = steps.cuda_graph
-            and (steps.component is null or components.component = steps.component)
+            components.device = ablated.device
+            and components.shape = ablated.shape
+            and components.checkpoint = ablated.checkpoint
+            and components.cuda_graph = ablated.cuda_graph
+            and (ablated.component is null or components.component = ablated.component)
 ),
 
 wide as (
@@ -63,10 +63,10 @@ wide as (
         any_value(step_ms) filter (where part = 'only') as only_ms,
         any_value(step_ms) filter (where part = 'full') as full_ms,
         any_value(step_ms) filter (where part = 'without') as without_ms,
-        any_value(generation) filter (where part = 'only') as only_generation,
-        any_value(generation) filter (where part = 'without') as without_generation,
-        case when not bool_and(counts) then false when count(counts) = count(*) then true end
-            as counts,
+        any_value(code_version) filter (where part = 'only') as only_code_version,
+        any_value(code_version) filter (where part = 'without') as without_code_version,
+        case when not bool_and(valid) then false when count(valid) = count(*) then true end
+            as valid,
         arg_min(why_not, config_id) filter (where why_not is not null) as why_not,
         bool_or(throttled) as throttled
     from parts
@@ -79,7 +79,7 @@ compared as (
 )
 
 select
-    wide.* exclude (only_generation, without_generation) replace (
+    wide.* exclude (only_code_version, without_code_version) replace (
         coalesce(base.name, base_variant) as base_variant,
         coalesce(whole.name, full_variant) as full_variant,
         coalesce(exp(base.log_ms), base_ms) as base_ms,
@@ -102,7 +102,7 @@ select
     exp(whole.log_ms) * (last.low - 1) as gain_last_low_ms,
     exp(whole.log_ms) * (last.high - 1) as gain_last_high_ms
 from wide
-left join compared as alone on wide.only_generation = alone.own
-left join contenders as base on alone.base = base.generation
-left join compared as last on wide.without_generation = last.base
-left join contenders as whole on last.own = whole.generation;
+left join compared as alone on wide.only_code_version = alone.own
+left join contenders as base on alone.base = base.code_version
+left join compared as last on wide.without_code_version = last.base
+left join contenders as whole on last.own = whole.code_version;

@@ -1,10 +1,11 @@
--- Grain: device × op × shape × dtype: what `auto` chose, and how much slower that is than the best
--- of what it chooses from, forward and backward together, all of it timed in turn in the same runs.
+-- Grain: device × op × shape × dtype: the choice of `auto`, and how much slower it is than the best
+-- of its candidates, forward and backward together, all timed in turn in the same runs.
 --
--- `regret` compares auto as it was timed: where it chose the best, what is left is what two timings
--- of one implementation differ by. `regret_of_choice` compares the chosen implementation's own
--- timing. `has_evidence`: all of these times count. `tuned_on`: the table has an entry of this very
--- shape. Peers that `auto` does not choose from do not count, however fast.
+-- `regret` compares auto as it was timed. Where it chose the best, the rest is the difference
+-- between two timings of one implementation. `regret_of_choice` compares the chosen
+-- implementation's own timing. `has_evidence`: all of these times are valid. `tuned_on`: the table
+-- has an entry of this very shape. Implementations that `auto` does not choose from are no
+-- candidates, however fast.
 create or replace view auto_regret as
 with automatic as (
     select
@@ -23,7 +24,7 @@ with automatic as (
     where implementation = 'auto'
 ),
 
-candidates as (
+chosen_from_these as (
     select
         device,
         op,
@@ -48,4 +49,4 @@ select
     times_ms[chosen] / best_time_ms - 1 as regret_of_choice,
     coalesce(has_evidence and have_evidence, false) as has_evidence
 from automatic
-left join candidates using (device, op, shape, dtype);
+left join chosen_from_these using (device, op, shape, dtype);

@@ -1,45 +1,61 @@
--- Grain: device × generation, of those that were timed: what it is, its median over the runs, and
--- the generation of the same question before it.
+-- Grain: device × code_version, of all that was timed: its median over the runs, and the earlier
+-- code version of the same comparison key.
 --
--- Runs that are known not to count are left out where there are others. Where there are none,
--- `may_count` is false: nothing is compared with such a generation, nor is it anybody's previous.
+-- Invalid runs are left out where there are others. Without others `is_comparable` is false: no
+-- view compares such a version, and it is nobody's predecessor. A step's model is known by its
+-- operations (`flops`). `in_speed_figures` is true where the figures of speed show the contender.
+-- It is false for the ablation's steps, forward and backward alone, `auto`, the ceilings and
+-- latencies.
 create or replace view contenders as
 with used as (
     select
         *,
-        (counts is distinct from false) as may_count
-    from timed
-    where not twin
-    qualify may_count = bool_or(may_count) over (partition by device, generation)
+        case
+            when kind = 'operator' then null
+            when starts_with(variant, 'only_') then 'only'
+            when starts_with(variant, 'without_') then 'without'
+            when study = 'ablation' then 'whole'
+        end as ablation_part,
+        if(
+            kind = 'step',
+            optimizer and study != 'ablation',
+            implementation != 'auto' and not is_ceiling(op) and coalesce(timing, '') != 'latency'
+        ) as in_speed_figures
+    from measurements
+    where is_timed and not coalesce(twin, false)
+    qualify is_comparable = bool_or(is_comparable) over (partition by device, code_version)
 ),
 
 of_runs as (
     select
         device,
-        generation,
-        may_count,
+        code_version,
+        is_comparable,
         any_value(columns([
-            'kind', 'family', 'question', 'name', 'switches', 'role', 'versions', 'ablation_part',
-            'is_current', 'precision'
+            'kind', 'work_key', 'comparison_key', 'name', 'switches', 'role', 'versions',
+            'ablation_part', 'is_current'
         ])),
-        max(flops) as flops, -- rows of one commit left out what `skip_unread` does
-        bool_or(shown) as shown,
-        bool_or(coalesce(counts, false)) as has_evidence,
+        coalesce(any_value(precision), '') as precision,
+        -- Rows of one commit leave out the work that `skip_unread` does.
+        max(flops) filter (where kind = 'step') as flops,
+        bool_or(in_speed_figures) as in_speed_figures,
+        bool_or(coalesce(valid, false)) as has_evidence,
         count(distinct run) as n_runs,
         median(log_ms) as log_ms,
         min(started_at) as first_started_at,
         max(started_at) as last_started_at
     from used
-    group by device, generation, may_count
+    group by device, code_version, is_comparable
 )
 
 select
     *,
-    lag(generation) over of_question as previous_generation,
-    lag(log_ms) over of_question as previous_log_ms,
-    lag(last_started_at) over of_question as previous_started_at
+    lag(code_version) over of_key as previous_code_version,
+    lag(log_ms) over of_key as previous_log_ms,
+    lag(last_started_at) over of_key as previous_started_at
 from of_runs
 window
-    of_question as (
-        partition by device, question, may_count order by first_started_at, generation
+    of_key as (
+        partition by device, comparison_key, is_comparable
+        order by first_started_at, code_version
     );

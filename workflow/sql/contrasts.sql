@@ -1,27 +1,164 @@
--- Grain: figure × device × own × base: how many times as fast `own` is (`ratio`), in which 95 %
--- interval, and the verdict.
+-- Grain: figure × device × own × base: the ratios that each figure shows: how many times as fast
+-- `own` is (`ratio`), its 95 % interval, and a verdict.
 --
--- `p` is how probable so large a ratio would be, up or down, if the true one were 1 % from 1. `q`
--- is p corrected for all that the figure shows on the device (Benjamini and Hochberg). `faster` and
--- `slower`: q < 0.05, and the interval lies beyond 1 by more than 1 %; `same`: the interval lies
--- within 1 % of 1; otherwise `ambiguous`. Null where a row has no evidence.
+-- Figures `speedup` and `operator_speedup` compare with the baseline, and with the fastest of
+-- PyTorch and other packages by all its runs. A slower one replaces the fastest only if it was
+-- timed beside `own` and is at most 1 % slower. An invalid contender is never compared. If its
+-- median is shorter by more than 2 % than those of all valid ones, nothing at these sizes has a
+-- ratio to the fastest. Of the 2 %, 1 % is the difference that matters, and two GPUs of one model
+-- differ by as much. `ablation` compares steps with and without one component, beside the code
+-- version of the whole variant that was timed beside the step. `noise` compares equal things.
+-- `regressions` compares successive code versions by their ratios to a third contender that did not
+-- change, the control.
+--
+-- Something compared with itself has no error. Steps that share no session have none either: their
+-- medians are compared, in the ablation only where evidence is missing.
+--
+-- `p` is the probability of so large a ratio, up or down, if the true one were 1 % from 1. `q` is p
+-- corrected for all that the figure shows on the device (Benjamini and Hochberg). `faster` and
+-- `slower`: q < 0.05, and the interval lies beyond 1 by more than 1 %. `same`: the interval lies
+-- within 1 % of 1. Anything else is `ambiguous`, and null without evidence.
 create or replace table contrasts as
-with tested as (
+with considered as (
+    select
+        candidates.* exclude (own_has_evidence, log_ratio_of_medians, is_same_model),
+        estimates.own is not null or candidates.own = candidates.base as is_paired,
+        is_paired or (candidates.kind = 'step' and base_is_comparable) as is_compared,
+        coalesce(
+            estimates.has_evidence, candidates.own = candidates.base and own_has_evidence
+        ) as has_evidence,
+        coalesce(estimates.log_ratio, log_ratio_of_medians) as log_ratio,
+        estimates.log_error,
+        estimates.degrees,
+        estimates.n_pairs,
+        estimates.n_sessions
+    from candidates
+    left join estimates using (own, base)
+    where is_paired or is_same_model
+),
+
+-- hides_fastest: the base is invalid, and would be the fastest if it were valid.
+weighed as (
+    select
+        *,
+        not base_is_comparable
+        and coalesce(
+            base_log_ms + 2 * margin()
+            < min(base_log_ms) filter (where base_is_comparable) over (partition by own),
+            true
+        ) as hides_fastest
+    from considered
+    where for_speedup
+),
+
+eligible as (
+    select
+        *,
+        log_ratio > margin() + min(log_ratio) over (partition by own) as is_beaten
+    from weighed
+    where base_is_comparable or hides_fastest
+),
+
+speedups as (
+    select
+        * replace (case when is_compared then log_ratio end as log_ratio),
+        case kind when 'step' then 'speedup' else 'operator_speedup' end as figure,
+        row_number()
+            over (
+                partition by own
+                order by
+                    hides_fastest desc,
+                    is_beaten asc,
+                    has_evidence desc,
+                    is_paired desc,
+                    log_ratio asc,
+                    base asc
+            )
+        = 1 as against_best
+    from eligible
+    qualify against_baseline or against_best
+),
+
+ablations as (
+    select
+        * exclude (against_baseline),
+        'ablation' as figure
+    from considered
+    where ablated is not null and (is_paired or is_compared and not both_have_evidence)
+    qualify
+        row_number()
+            over (
+                partition by ablated
+                order by is_paired desc, has_evidence desc, are_current desc, own asc, base asc
+            )
+        = 1
+),
+
+equals as (
+    select
+        *,
+        'noise' as figure
+    from estimates
+    where equal
+),
+
+-- Of several controls the one with most pairs, PyTorch's plain form first.
+successors as (
+    select
+        'regressions' as figure,
+        later.device,
+        later.kind,
+        contenders.code_version as own,
+        contenders.previous_code_version as base,
+        later.base as control,
+        later.has_evidence and earlier.has_evidence as has_evidence,
+        later.log_ratio - earlier.log_ratio as log_ratio,
+        sqrt(later.log_error ** 2 + earlier.log_error ** 2) as log_error,
+        least(later.degrees, earlier.degrees) as degrees,
+        least(later.n_pairs, earlier.n_pairs) as n_pairs,
+        least(later.n_sessions, earlier.n_sessions) as n_sessions
+    from contenders
+    inner join estimates as later on contenders.code_version = later.own
+    inner join estimates as earlier
+        on contenders.previous_code_version = earlier.own and later.base = earlier.base
+    inner join contenders as control on later.base = control.code_version
+    qualify
+        row_number()
+            over (
+                partition by contenders.code_version
+                order by
+                    least(later.has_evidence, earlier.has_evidence) desc,
+                    control.role = 'baseline' desc,
+                    least(later.n_pairs, earlier.n_pairs) desc,
+                    later.base asc
+            )
+        = 1
+),
+
+tested as (
     select
         *,
         log_ratio - student_quantile(degrees) * log_error as log_low,
         log_ratio + student_quantile(degrees) * log_error as log_high,
         student_tail((abs(log_ratio) - margin()) / log_error, degrees)
         + student_tail((abs(log_ratio) + margin()) / log_error, degrees) as p
-    from comparisons
+    from (
+        from speedups
+        union all by name
+        from ablations
+        union all by name
+        from equals
+        union all by name
+        from successors
+    ) as compared
 ),
 
-ranked as (
+ordered as (
     select
         *,
         p
         * count(p) over (partition by figure, device)
-        / row_number() over (partition by figure, device order by p) as p_by_rank
+        / row_number() over (partition by figure, device order by p) as p_by_place
     from tested
 ),
 
@@ -32,14 +169,29 @@ corrected as (
             when p is not null
                 then
                     least(
-                        1, min(p_by_rank) over (partition by figure, device order by p desc)
+                        1, min(p_by_place) over (partition by figure, device order by p desc)
                     )
         end as q
-    from ranked
+    from ordered
 )
 
 select
-    * exclude (p_by_rank, log_low, log_high),
+    figure,
+    device,
+    kind,
+    own,
+    base,
+    against_baseline,
+    against_best,
+    control,
+    has_evidence,
+    log_ratio,
+    log_error,
+    degrees,
+    n_pairs,
+    n_sessions,
+    p,
+    q,
     exp(log_ratio) as ratio,
     exp(log_low) as low,
     exp(log_high) as high,

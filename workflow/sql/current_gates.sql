@@ -1,20 +1,13 @@
--- Grain: device × gate × op × implementation × problem × kernel × check × metric, of each gate's
--- newest run on the device: a check that the gate no longer makes is not in it.
+-- Grain: device × gate × op × implementation × problem × kernel × check × metric, from each gate's
+-- newest run on the device. Checks that the gate no longer makes are not in it.
 create or replace view current_gates as
-with gates_of_runs as (
-    select
-        *,
-        run_of(run_id, device, recorded_at) as run
-    from gates
-)
-
-select * from gates_of_runs
+select * exclude (about) from stg_gates
 qualify
     run = arg_max(run, row(recorded_at, run)) over (partition by device, gate)
     and row_number()
         over (
             partition by
                 device, run, gate, op, implementation, problem, kernel, "check", metric
-            order by origin
+            order by origin, recorded_at, value
         )
     = 1;

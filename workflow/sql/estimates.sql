@@ -1,23 +1,23 @@
 -- Grain: own × base: the mean difference of their pairs (`log_ratio`), its standard error and
--- degrees of freedom. Null errors where a row of either has no evidence; such pairs are left out
--- where there are others.
+-- degrees of freedom. Pairs without evidence are left out where there are others; alone they have
+-- no error.
 --
--- `equal_variance` is the mean square of what equal things differ by: those of the same sizes. With
--- fewer than 8 such pairs it is that of the same `part` (an operator's pass, or a step's shape),
--- with fewer again that of all operators or all steps of the device. Both are no less than what the
--- few of these sizes show: long calls meet the power limit, short ones do not. With fewer than 8
--- pairs on the device it is what is assumed.
+-- `equal_variance` is the mean square of the differences of equal things: of those of the same
+-- sizes. With fewer than 8 such pairs it is that of the same `part` (an operator's pass, or a
+-- step's shape), with fewer again that of all operators or all steps of the device. Both are at
+-- least as large as the few of these sizes show, because long calls meet the power limit and short
+-- ones do not. With fewer than 8 pairs on the device it is an assumed value.
 create or replace table estimates as
 with equal_sizes as (
     select
         device,
         kind,
-        family,
+        work_key,
         avg(difference ** 2) as size_variance,
         count(*) as n_size
     from pairs
-    where successive and counts
-    group by device, kind, family
+    where successive and valid
+    group by device, kind, work_key
 ),
 
 equal_parts as (
@@ -28,7 +28,7 @@ equal_parts as (
         avg(difference ** 2) as part_variance,
         count(*) as n_part
     from pairs
-    where successive and counts
+    where successive and valid
     group by device, kind, part
 ),
 
@@ -45,7 +45,7 @@ equal_kinds as (
 best_evidence as (
     select
         *,
-        coalesce(bool_or(counts) over (partition by device, own, base), false) as has_evidence
+        coalesce(bool_or(valid) over (partition by device, own, base), false) as has_evidence
     from pairs
 ),
 
@@ -54,32 +54,32 @@ differences as (
         device,
         kind,
         part,
-        family,
+        work_key,
         equal,
         own,
         base,
         has_evidence,
         count(*) as n_pairs,
-        count(distinct sitting) as n_sittings,
+        count(distinct session) as n_sessions,
         avg(difference) as log_ratio,
         coalesce(var_samp(difference), 0) as variance
     from best_evidence
-    where coalesce(counts, false) = has_evidence
-    group by device, kind, part, family, equal, own, base, has_evidence
+    where coalesce(valid, false) = has_evidence
+    group by device, kind, part, work_key, equal, own, base, has_evidence
 )
 
 select
-    differences.* exclude (family),
+    differences.*,
     case
         when n_size >= 8 then size_variance
         when n_part >= 8 then greatest(part_variance, size_variance)
         when n_kind >= 8 then greatest(kind_variance, size_variance)
         else assumed_difference() ** 2
     end as equal_variance,
-    case when has_evidence then standard_error(n_pairs, n_sittings, variance, equal_variance) end
+    case when has_evidence then standard_error(n_pairs, n_sessions, variance, equal_variance) end
         as log_error,
     n_pairs + 3 as degrees
 from differences
-left join equal_sizes using (device, kind, family)
+left join equal_sizes using (device, kind, work_key)
 left join equal_parts using (device, kind, part)
 left join equal_kinds using (device, kind);

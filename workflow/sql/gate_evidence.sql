@@ -1,23 +1,23 @@
--- Grain: device × run × implementation × uses × gate that a measurement waited for: the gate's run
--- that decides about it.
+-- Grain: device × run × implementation × uses × gate that a measurement waited for: the run of the
+-- gate that decides about it.
 --
--- `implementation` is as in table `code`, "" for a step. `uses` is as in `measurements`: what
--- `auto` chose forward and backward may differ, and each pass is judged by its own. A run of the
--- gate matches where it was on the same device model with the same torch and triton, and names no
--- definition that the measurement names with another hash, and names whole modules where the
--- measurement does. Definitions of `tnp.dispatch.tuned_tables`, which was `tnp.choice`, do not
--- count: they read tables and compute nothing, and the kernels that they chose are compared
--- (`evidence`). The newest match decides. It has
--- passed where a check about what the measurement uses, or about all implementations, is green and
--- no such check is red or an error. `concerned` is false where `auto` waited for the gate and chose
--- something that no check of it is about, and of gate `baseline`, which every step waits for, where
--- its checks are about other attention than the step's and another gate's are about that. A run
--- that was killed or took too long decides nothing, unless a check was red by then. Runs from
--- before evidence was kept wait for nothing and decide nothing.
+-- `implementation` is as in table `code`, "" for a step. `uses` lists "family/implementation", and
+-- for `auto` what it chose: its passes may differ, and each is judged by its own choice. A gate's
+-- run matches where device model, torch and triton are equal and no definition has another hash.
+-- Both must name definitions, or both whole modules. Definitions of `tnp.dispatch.tuned_tables`,
+-- which was `tnp.choice`, are left out: they read tables, and the kernels that they chose are
+-- compared elsewhere.
+--
+-- The newest match decides. It has passed where a check about the measurement's implementations, or
+-- about all, is green and no such check is red or an error. `concerned` is false where no check is
+-- about the choice of `auto`. It is false for gate `baseline` too, which every step waits for,
+-- where its checks are about other attention and another gate's are about the step's. A run that
+-- was killed or took too long decides nothing, unless a check was red by then. Runs without kept
+-- evidence wait for nothing and decide nothing.
 create or replace table gate_evidence as
 with measured as (
     select
-        device,
+        measurements.device,
         run,
         code_of as implementation,
         uses,
@@ -25,10 +25,16 @@ with measured as (
         any_value(code_set) as code_set,
         any_value(torch) as torch,
         any_value(triton) as triton
-    from measurements
-    inner join code_sets
+    from (
+        from stg_steps
+        union all by name
+        from stg_predictions
+        union all by name
+        from stg_ops
+    ) as measurements
+    inner join stg_code_sets as code_sets
         on measurements.run_id = code_sets.run_id and code_of = code_sets.implementation
-    left join machines using (environment_id)
+    left join stg_environments using (environment_id)
     where gates != ''
     group by all
 ),
@@ -40,7 +46,7 @@ awaited as (
     from measured
 ),
 
--- Rows of one state of the code ask the same.
+-- Rows of equal code need one answer.
 asked as (
     select distinct * exclude (run) from awaited
 ),
@@ -54,24 +60,24 @@ gate_runs as (
         any_value(triton) as triton,
         any_value(code_set) as code_set,
         max(recorded_at) as recorded_at
-    from gates
-    inner join code_sets using (run_id)
-    left join machines using (environment_id)
+    from stg_gates
+    inner join stg_code_sets as code_sets using (run_id)
+    left join stg_environments using (environment_id)
     where code_sets.implementation = ''
     group by all
-    having not bool_or(gates.status in ('killed', 'timeout')) or bool_or(not gates.passed)
+    having bool_and(status not in ('killed', 'timeout')) or bool_or(not passed)
 ),
 
 sources as (
-    select * from code_parts
+    select * from stg_code_parts
     where
         part in ('definition', 'module')
         and not regexp_matches(name, '^tnp[.](choice|dispatch[.]tuned_tables):')
 ),
 
--- Rows name whole modules, or since definitions are told apart those.
+-- Early rows name whole modules, later ones definitions.
 of_modules as (
-    select distinct code_set from code_parts
+    select distinct code_set from stg_code_parts
     where part = 'module'
 ),
 
@@ -120,15 +126,12 @@ deciding as (
         = 1
 ),
 
--- What each run of a gate said of an implementation, or of all of them ("").
+-- Each gate run's answer about an implementation, or about all of them ("").
 checks as (
     select
         run_id,
         gate,
-        case
-            when implementation = '' then ''
-            else coalesce(family, op, 'attention') || '/' || implementation
-        end as about,
+        about,
         bool_or(status = 'ok' and passed) as has_passed,
         bool_or(
             status not in ('unsupported', 'killed', 'timeout') and not coalesce(passed, false)
@@ -141,8 +144,7 @@ checks as (
                         format('is red: {}: {} {:.3g}, bound {:.3g}', "check", metric, value, bound)
             end
         ) as why_red
-    from gates
-    left join families using (op)
+    from stg_gates
     group by all
 ),
 

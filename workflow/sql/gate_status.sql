@@ -1,12 +1,12 @@
--- Grain: device × gate. `passed` is null where the device could run none of its checks, and where
--- the gate is not finished and no check is red.
+-- Grain: device × gate: its newest run's checks, counted. `passed` is null where the device could
+-- run none of them, and where the gate did not finish and no check is red.
 create or replace view gate_status as
 with checks as (
     select
         *,
         status in ('killed', 'timeout') as is_unfinished,
         status != 'unsupported' and not is_unfinished and not coalesce(passed, false) as failed,
-        -- A check on the passing side of its bound with a larger value wants larger ones: turn it.
+        -- Larger values are better where a larger one passes: the ratio is turned.
         case
             when bound = 0 and value = 0 then 0
             when metric = 'cosine' then (1 - value) / (1 - bound)
@@ -19,14 +19,14 @@ with checks as (
 blocked as (
     select distinct
         device,
-        question,
+        comparison_key,
         reason
     from current_steps
     where status = 'gate_failed'
     union all
     select distinct
         device,
-        question,
+        comparison_key,
         reason
     from current_ops
     where status = 'gate_failed' and pass = 'forward'

@@ -1,12 +1,11 @@
 -- Grain: device × problem × pass × with_launches × implementation: microseconds of the host for an
--- eager call, the median over the runs of the newest commit, and how many times as long as
--- PyTorch's plain form takes it, or where launches were replaced by nothing as an empty
--- autograd.Function.
+-- eager call, as the median over the runs of the newest commit.
+--
+-- `times_base` is how many times as long the call takes as PyTorch's plain form, or, where launches
+-- were replaced by nothing, as an empty autograd.Function.
 create or replace view host as
 with newest as (
-    select host_calls.*
-    from host_calls
-    left join machines using (environment_id)
+    select * from stg_host_calls
     where status = 'ok'
     qualify
         git_commit is not distinct from arg_max(git_commit, recorded_at)

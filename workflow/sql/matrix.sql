@@ -1,19 +1,18 @@
--- Grain: device × shape × variant: every combination of switches side by side. A failed one has
--- its status, one that was not run is null. Streams whose sizes vary are left out.
+-- Grain: device × shape × variant: a step under every combination of switches, side by side. A
+-- failed one has its status, and one that was not run is null. Streams of varying sizes are left
+-- out.
 create or replace view matrix as
 with cells as (
     select
-        speedup.*,
-        peak_memory_gib,
-        case
-            when speedup.checkpoint and speedup.cuda_graph then 'checkpoint_cuda_graph'
-            when speedup.checkpoint then 'checkpoint'
-            when speedup.cuda_graph then 'cuda_graph'
-            else 'plain'
-        end as cell
+        *,
+        peak_memory_bytes / pow(2, 30) as peak_memory_gib,
+        coalesce(nullif(concat_ws(
+            '_',
+            case when checkpoint then 'checkpoint' end,
+            case when cuda_graph then 'cuda_graph' end
+        ), ''), 'plain') as cell
     from speedup
-    inner join memory using (device, question)
-    where not speedup.varies
+    where not varies
 )
 
 pivot cells
@@ -24,8 +23,9 @@ any_value(peak_memory_gib) as peak_memory_gib,
 any_value(speedup) as speedup,
 any_value(verdict) as verdict,
 any_value(fastest) as fastest,
+any_value(winner) as winner,
 any_value(why_no_speedup) as why_no_speedup,
-any_value(counts) as counts,
+any_value(valid) as valid,
 any_value(why_not) as why_not,
 any_value(status) as status
 group by device, shape, batch, n_context, n_target, dtype, variant, role;

@@ -1,206 +1,172 @@
--- Grain: device × run × config_id × pass: every measurement of a step (pass "step"), of predictions
--- (pass "prediction") or an operator that the store holds, failed ones included, with the question
--- it answers and its generation. An operator's latency is another question than its throughput.
+-- Grain: device × run × config_id × pass: every measurement of a step, a prediction or an operator,
+-- with the evidence behind it. All views of times filter this table.
 --
--- Rows answer one question where device, variant or implementation, sizes, dtype and switches are
--- equal. They are of one generation where they also agree in the hashes of what was asked for, what
--- was launched and how it was timed, and in the kernels and configurations that were chosen,
--- wherever the choice came from. For predictions and a step without a CUDA graph the source files
--- count too, because their host code takes part in the time. So do they for an operator of ours,
--- because its host code decides what its kernels work on: how operands are padded, for example. A
--- failed row of which no launch is known joins the newest generation that it agrees with in all the
--- rest. The current generation is that of the newest row with an outcome: what could not run here,
--- was killed or took too long takes nobody's place. `uses` lists "family/implementation" (view
--- `families`), of `auto` also what it chose.
+-- A row is `gated` where each gate that it waited for has passed, one of the deciding runs launched
+-- each of its kernels in the same form, and one names each definition that it ran. It is not where
+-- a deciding run is red. An operator's output must also have been checked after timing; this check
+-- alone gates PyTorch's own forms, which wait for no gate. Null means that evidence is missing.
+--
+-- A row is `valid` where it is gated and precise enough, it ended well and the GPU was not too hot.
+-- `why_not` says in one sentence why a row is not. `is_used` marks the rows of a code version that
+-- medians are over: the valid ones; without any, those without evidence; without these, the invalid
+-- ones. `work_key` is equal where two things do the same work and may be compared.
 create or replace table measurements as
-with steps_as_measured as (
+with gates_of_runs as (
     select
-        *,
-        'step' as pass,
-        '' as code_of,
-        concat_ws(
-            ' ',
-            device,
-            variant,
-            dtype,
-            'batch=' || batch,
-            'n_context=' || n_context,
-            'n_target=' || n_target,
-            case when checkpoint then 'checkpoint' end,
-            case when cuda_graph then 'cuda_graph' end,
-            case when not optimizer then 'without_optimizer' end
-        ) as question,
-        step_ms_p50 as median_ms,
-        coalesce(step_ms_mean, step_ms_p50) as mean_ms,
-        case when not coalesce(cuda_graph, false) then coalesce(source_hash, '-') end
-            as host_hash,
-        list_distinct(
-            list_concat(
-                list_transform(
-                    json_keys(operators),
-                    lambda name: name || '/' || (operators ->> name)
-                ),
-                list_transform(
-                    json_transform(
-                        choices, '[{"op": "VARCHAR", "implementation": "VARCHAR"}]'
-                    ),
-                    lambda choice: choice['op'] || '/' || choice['implementation']
+        device,
+        run,
+        implementation as code_of,
+        uses,
+        bool_or(not passed) as is_red,
+        bool_and(passed is not null or not concerned) as has_passed,
+        list_sort(list(distinct deciding_set)) as deciding_sets,
+        coalesce(
+            min(reason) filter (where not passed), min(reason) filter (where concerned)
+        ) as gate_reason
+    from gate_evidence
+    group by all
+),
+
+coded as (
+    select
+        code_versions.*,
+        coalesce(samples.precise_enough, settled) as precise_enough,
+        code_set,
+        is_red,
+        has_passed,
+        deciding_sets,
+        gate_reason
+    from code_versions
+    left join stg_samples as samples
+        on code_versions.run_id = samples.run_id and code_versions.pass = samples.pass
+    left join stg_code_sets as code_sets
+        on
+            code_versions.run_id = code_sets.run_id
+            and code_versions.code_of = code_sets.implementation
+    left join gates_of_runs using (device, run, code_of, uses)
+),
+
+-- Each state of the code once: what was measured and no deciding run of a gate ran.
+decided as (
+    select distinct
+        code_set,
+        deciding_sets
+    from coded
+    where code_set is not null and deciding_sets is not null
+),
+
+proving as (
+    select
+        deciding_sets,
+        unnest(deciding_sets) as proving_set
+    from (select distinct deciding_sets from decided) as combinations
+),
+
+ungated as (
+    select
+        code_set,
+        deciding_sets,
+        min(concat(part, ' ', name)) as ungated_part
+    from decided
+    inner join stg_code_parts using (code_set)
+    where
+        (
+            part = 'kernel'
+            or (
+                part in ('definition', 'module')
+                and regexp_matches(
+                    name,
+                    '^(tnp_lab|tnp\.(ops|cuda_graphs|train\.(step|step_graphs)'
+                    || '|model\.(buffer_rows|causal_buffer|layers|network|packing|prediction'
+                    || '|prediction_graphs|sample_graph|sampling|transformer_np)'
+                    -- Early rows name the modules before they moved into packages.
+                    || '|buffer|captures|decode_graphs|drawing|joint|layers|model|packing'
+                    || '|prediction|step|step_graphs))(\.|:|$)'
+                )
+                -- These choose and describe what ran; the chosen kernels are compared in their
+                -- place. No gate covers PyTorch's forms alone, though `auto` may choose them.
+                and not regexp_matches(
+                    name,
+                    '^tnp\.ops\.((auto|registry)(:|$)|\w+\.torch_forms:)|:describe_launch$'
                 )
             )
-        ) as uses,
-        earlier_role(
-            variant, coalesce(operators ->> '$.*', [split_part(variant, '_', 1)])
-        ) as role_by_name,
-        true as checked
-    from steps
+        )
+        and (deciding_sets, part, name, hash) not in (
+            select (proving.deciding_sets, parts.part, parts.name, parts.hash)
+            from proving
+            inner join stg_code_parts as parts on proving.proving_set = parts.code_set
+        )
+    group by all
 ),
 
-predictions_as_measured as (
+judged as (
     select
-        *,
-        'prediction' as pass,
-        '' as code_of,
-        concat_ws(
-            ' ',
-            device,
-            'predictions',
-            form,
-            variant,
-            dtype,
-            'batch=' || batch,
-            'n_context=' || n_context,
-            'n_target=' || n_target
-        ) as question,
-        time_ms_p50 as median_ms,
-        time_ms_mean as mean_ms,
-        coalesce(source_hash, '-') as host_hash,
-        list_transform(
-            json_keys(operators),
-            lambda name: name || '/' || (operators ->> name)
-        ) as uses,
-        role as role_by_name,
-        null::varchar as launch_config,
-        true as checked
-    from predictions
-),
-
-operators_as_measured as (
-    select
-        *,
-        implementation as code_of,
-        concat_ws(
-            ' ',
-            device,
-            op_now(op, problem),
-            pass,
-            implementation,
-            dtype,
-            'batch=' || batch,
-            'n_q=' || n_q,
-            'n_k=' || n_k,
-            'n_heads=' || n_heads,
-            'head_dim=' || head_dim,
-            'd_model=' || d_model,
-            'd_ff=' || d_ff,
-            'd_ff_storage=' || d_ff_storage,
-            'n_components=' || n_components,
-            case when n_q is null then in_words(problem) end,
-            drawn(draw, d_ff),
-            forced,
-            nullif(timing, 'throughput')
-        ) as question,
-        time_ms_p50 as median_ms,
-        coalesce(time_ms_mean, time_ms_p50) as mean_ms,
-        earlier_role(implementation, [implementation]) as role_by_name,
-        case when coalesce(role, role_by_name) = 'own' then coalesce(source_hash, '-') end
-            as host_hash,
-        list_distinct(
-            [
-                coalesce(family, op) || '/' || implementation,
-                coalesce(family, op) || '/' || case
-                    when implementation = 'auto' then launch_config ->> 'implementation'
-                end
-            ]
-        ) as uses,
-        coalesce(isfinite(max_abs_error), false) as checked
-    from ops
-    left join families using (op)
-),
-
-measured as (
-    select
-        *,
-        run_of(run_id, device, recorded_at) as run,
+        coded.*,
+        ungated_part,
         case
-            when status = 'ok' and not coalesce(isfinite(median_ms) and isfinite(mean_ms), false)
-                then 'error'
-            else status
-        end as outcome,
-        coalesce(
-            launched,
-            case
-                when outcome != 'ok' and spec_hash is not null
-                    then arg_max(launched, recorded_at) over (
-                        partition by question, spec_hash, timing_hash, source_hash
-                    )
-            end
-        ) as known_launch
-    from (
-        select
-            *,
-            kernels_hash || coalesce(
-                regexp_replace(launch_config, '"source": "[^"]*",? ?', '', 'g'), ''
-            ) as launched
-        from (
-            from steps_as_measured
-            union all by name
-            from predictions_as_measured
-            union all by name
-            from operators_as_measured
-        ) as of_all_kinds
-    ) as as_launched
-    qualify row_number() over (partition by device, run, config_id, pass order by recorded_at) = 1
-),
-
-generations as (
-    select
-        *,
-        md5(
-            concat_ws(
-                '|',
-                question,
-                coalesce(spec_hash, '-'),
-                coalesce(known_launch, '-'),
-                coalesce(timing_hash, '-'),
-                host_hash
-            )
-        ) as generation
-    from measured
+            when run_id is null or code_set is null then null
+            when is_red then false
+            when checked and gates = '' and kind != 'step' and role != 'own' then true
+            when checked and has_passed and ungated_part is null then true
+        end as gated,
+        status = 'ok' and not coalesce(throttled, false) and gated and precise_enough as valid,
+        case
+            when status != 'ok' then concat_ws(': ', status, nullif(reason, ''))
+            when throttled then 'the device was too hot while this was timed'
+            when not gated then gate_reason
+            when not precise_enough then 'the samples had not settled'
+            when run_id is null then 'recorded before evidence was kept'
+            when code_set is null then 'which code it ran on was not recorded'
+            when not checked then 'the output was not checked after timing'
+            when gated is null and not has_passed then gate_reason
+            when gated is null then concat('no gate has run ', ungated_part, ' as it was timed')
+            when precise_enough is null
+                then 'whether the samples had settled was not recorded'
+        end as why_not,
+        evidence_rank(status, valid) as evidence_rank
+    from coded
+    left join ungated using (code_set, deciding_sets)
 )
 
 select
-    device,
-    run,
-    run_id,
-    environment_id,
-    recorded_at,
-    config_id,
-    pass,
-    code_of,
-    question,
-    generation,
-    generation = coalesce(
-        arg_max(generation, row(recorded_at, generation))
-        filter (where outcome in ('ok', 'oom', 'error', 'gate_failed')) over of_question,
-        arg_max(generation, row(recorded_at, generation)) over of_question
-    ) as is_current,
-    coalesce(role, role_by_name) as role,
-    gates,
-    uses,
-    outcome as status,
-    case when outcome = status then reason else 'its time is not a finite number' end as reason,
-    checked,
-    settled,
-    throttled
-from generations
-window of_question as (partition by question);
+    judged.* exclude (
+        checked,
+        settled,
+        code_set,
+        is_red,
+        has_passed,
+        deciding_sets,
+        gate_reason,
+        ungated_part,
+        evidence_rank,
+        mean_ms,
+        std_ms,
+        sizes,
+        without,
+        other_timing,
+        used_family
+    ),
+    coalesce(
+        evidence_rank
+        = max(evidence_rank) over (partition by device, code_version, coalesce(twin, false)),
+        false
+    ) as is_used,
+    sessions.gpu,
+    sessions.session,
+    sessions.started_at,
+    environments.torch,
+    environments.triton,
+    concat_ws(' ', environments.torch, environments.triton) as versions,
+    case when status = 'ok' then ln(median_ms) end as log_ms,
+    std_ms / median_ms as deviation,
+    status = 'ok' and kind != 'prediction' and forced is null as is_timed,
+    is_timed and coalesce(valid, true) as is_comparable,
+    case
+        when is_comparable then row_number() over (
+            partition by code_version, pass, session, is_comparable
+            order by started_at, run, config_id
+        )
+    end as ordinal
+from judged
+inner join sessions using (device, run)
+left join stg_environments as environments using (environment_id);

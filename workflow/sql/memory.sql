@@ -1,4 +1,4 @@
--- Grain: device × question: peak memory of a step; the baseline is the specification's step without
+-- Grain: device × comparison_key: a step's peak memory, beside the specification's step without
 -- switches. The ablation's steps are left out.
 create or replace view memory as
 with baselines as (
@@ -17,7 +17,7 @@ with baselines as (
 
 select
     * exclude (
-        generation, studies, proven, n_runs, n_failed, step_ms, step_ms_low, step_ms_high,
+        code_version, studies, gated, n_runs, n_failed, step_ms, step_ms_low, step_ms_high,
         tokens_per_s, energy_j, tflops, mfu, throttled, environment_id, operators, gates,
         baseline_peak_memory_bytes
     ),

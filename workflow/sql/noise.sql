@@ -1,22 +1,22 @@
--- Grain: device × kind × part: by how much times differ where nothing was changed, as standard
+-- Grain: device × kind × part: how far times differ where nothing was changed, as standard
 -- deviations of their logarithm (0.01 is 1 %).
 --
--- `within_runs` is of the samples of a typical run: the median of all runs', since a stall of the
--- host once made one sample of 694 take 619 times as long. `between_runs` is of the medians of
--- successive runs of a sitting, `of_equals` of the logarithmic ratio of equal things, from
--- `n_equals` pairs: with at least 8 of them, the intervals of view `contrasts` rest on it.
--- `between_sittings` is what a ratio differs by from sitting to sitting, its runs' own noise
--- included, from `n_ratios` ratios of several sittings; view `contrasts` assumes 0.003 beyond that
--- noise.
+-- `within_runs` is for the samples of a typical run: the median of all runs', since a stall of the
+-- host once made one sample of 694 take 619 times as long. `between_runs` is for the medians of
+-- successive runs of a session. `of_equals` is for the logarithmic ratio of equal things, from
+-- `n_equals` pairs; from 8 pairs on, the intervals of table `contrasts` rest on it.
+-- `between_sessions` is for a ratio from session to session, its runs' own noise included, from
+-- `n_ratios` ratios of several sessions. Table `contrasts` assumes 0.003 beyond that noise.
 create or replace view noise as
 with successive_runs as (
     select
         *,
         log_ms - lag(log_ms) over of_contender as step
-    from timings
+    from measurements
+    where is_comparable
     window
         of_contender as (
-            partition by device, generation, config_id, pass, sitting
+            partition by device, code_version, config_id, pass, session
             order by ordinal asc
         )
 ),
@@ -42,18 +42,18 @@ equals as (
         count(*) as n_equals,
         sqrt(avg(difference ** 2)) as of_equals
     from pairs
-    where successive and counts
+    where successive and valid
     group by device, kind, part
 ),
 
-ratios_of_sittings as (
+ratios_of_sessions as (
     select
         device,
         kind,
         part,
         own,
         base,
-        sitting,
+        session,
         avg(difference) as log_ratio
     from pairs
     where not equal
@@ -66,18 +66,18 @@ ratios as (
         kind,
         part,
         var_samp(log_ratio) as variance
-    from ratios_of_sittings
+    from ratios_of_sessions
     group by device, kind, part, own, base
     having count(*) > 1
 ),
 
-sittings_apart as (
+of_sessions as (
     select
         device,
         kind,
         part,
         count(*) as n_ratios,
-        sqrt(avg(variance)) as between_sittings
+        sqrt(avg(variance)) as between_sessions
     from ratios
     group by device, kind, part
 )
@@ -93,7 +93,7 @@ select
     coalesce(n_equals, 0) as n_equals,
     of_equals,
     coalesce(n_ratios, 0) as n_ratios,
-    between_sittings
+    between_sessions
 from runs
 left join equals using (device, kind, part)
-left join sittings_apart using (device, kind, part);
+left join of_sessions using (device, kind, part);

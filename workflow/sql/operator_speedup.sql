@@ -1,10 +1,10 @@
--- Grain: device × question, of one pass of an operator: against its plain form (role "baseline")
--- and against the fastest implementation that is not ours, under the same versions of torch and
--- triton.
+-- Grain: device × comparison_key, of one pass of an operator: against its plain form (role
+-- "baseline") and against the fastest implementation that is not ours, under the same versions of
+-- torch and triton.
 --
--- Ratios, 95 % intervals and verdicts are of view `contrasts`. Without interval and verdict is what
--- has no evidence or is compared with itself; without a ratio too, what shares no run with what it
--- is compared with. Times of the other two are of all their runs.
+-- Ratios, 95 % intervals and verdicts are those of table `contrasts`. There is no interval and no
+-- verdict without evidence and for an implementation compared with itself. There is no ratio either
+-- for two that share no run. Times of the other two are over all their runs.
 create or replace view operator_speedup as
 with compared as (
     select * from contrasts
@@ -13,7 +13,7 @@ with compared as (
 
 select
     own.* exclude (
-        generation, flops, bytes, time_ms_low, time_ms_high, intensity, gb_per_s, ceiling_tflops,
+        code_version, flops, bytes, time_ms_low, time_ms_high, intensity, gb_per_s, ceiling_tflops,
         ceiling_gb_per_s, bound, roofline_tflops, share_low, share_high
     ),
     baseline.time_ms as baseline_time_ms,
@@ -23,7 +23,7 @@ select
     to_baseline.q,
     to_baseline.verdict,
     to_baseline.n_pairs,
-    to_baseline.n_sittings,
+    to_baseline.n_sessions,
     best.implementation as best_peer_implementation,
     best.time_ms as best_peer_time_ms,
     to_best.ratio as speedup_best,
@@ -33,8 +33,8 @@ select
     to_best.verdict as verdict_best
 from roofline as own
 left join compared as to_baseline
-    on own.generation = to_baseline.own and to_baseline.against_baseline
-left join roofline as baseline on to_baseline.base = baseline.generation
-left join compared as to_best on own.generation = to_best.own and to_best.against_best
-left join roofline as best on to_best.base = best.generation
+    on own.code_version = to_baseline.own and to_baseline.against_baseline
+left join roofline as baseline on to_baseline.base = baseline.code_version
+left join compared as to_best on own.code_version = to_best.own and to_best.against_best
+left join roofline as best on to_best.base = best.code_version
 where not is_ceiling(own.op);

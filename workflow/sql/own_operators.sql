@@ -1,9 +1,9 @@
--- Grain: device × question of an operator of ours that was timed, beside all others of its sizes.
+-- Grain: device × comparison_key of an operator of ours that was timed, beside all others of its
+-- sizes.
 --
--- `others` lists what is not ours with its time in ms, fastest first, and behind them what gave no
--- time, with its status. What one plans once for numbers that stay, its time leaves out: it stands
--- behind that. `auto` is left out: it is one of the rest, and view `auto_regret` says
--- which.
+-- `others` lists implementations of others with their times in ms, fastest first, then those
+-- without a time, with their status. Planning time is not part of a time; it stands in brackets
+-- after it. `auto` is left out: it is one of the rest, and view `auto_regret` says which.
 create or replace view own_operators as
 with others as (
     select
@@ -35,7 +35,7 @@ left join others
         and own.op = others.op
         and own.pass = others.pass
         and own.shape = others.shape
-        -- Only what stands in a step has these, and only attention keys.
+        -- Only operators of a step have these sizes, and only attention has keys.
         and own.batch is not distinct from others.batch
         and own.n_q is not distinct from others.n_q
         and own.n_k is not distinct from others.n_k

@@ -1,39 +1,49 @@
--- Grain: own × base × run: two things that were timed under the same conditions, and `difference`,
+-- Grain: own × base × run: two things that were timed under the same conditions. `difference` is
 -- the natural logarithm of how many times as fast `own` was.
 --
--- Two operators are a pair within one run, where they took turns. Two steps are a pair within one
--- sitting: the k-th run of the one with the k-th of the other. Versions of torch and triton are the
--- same, and so is a step's model, known by its operations. `own` and `base` are generations; `base`
--- is PyTorch's or another package's, or has a component of ours less. `equal` pairs are of one
--- generation, two copies in a run or two runs of a sitting; `successive` ones say how far equal
--- things differ. `counts` is null where one of the two has no evidence.
+-- Two operators pair within one run, where they took turns. Two steps pair within one session: the
+-- k-th run of the one with the k-th of the other. Versions of torch and triton are the same, and so
+-- is a step's model, known by its operations. `own` and `base` are code versions. `base` is
+-- PyTorch's or another package's, or lacks one component of ours. `equal` pairs are of one code
+-- version: two copies in a run, or two runs of a session. The `successive` ones tell how far equal
+-- things differ. `valid` is null where one of the two has no evidence.
 create or replace table pairs as
+with timings as (
+    select
+        *,
+        case kind when 'step' then flops end as model_flops,
+        coalesce(twin, false) as is_twin,
+        case kind when 'step' then run else config_id end as copy
+    from measurements
+    where is_comparable
+)
+
 select
     own.device,
     own.kind,
     own.part,
-    own.family,
-    own.generation as own,
-    base.generation as base,
-    own.sitting,
+    own.work_key,
+    own.code_version as own,
+    base.code_version as base,
+    own.session,
     base.log_ms - own.log_ms as difference,
-    own.counts and base.counts as counts,
+    own.valid and base.valid as valid,
     false as equal,
     false as successive
 from timings as own
 inner join timings as base
     on
         own.device = base.device
-        and own.family = base.family
-        and own.flops is not distinct from base.flops
+        and own.work_key = base.work_key
+        and own.model_flops is not distinct from base.model_flops
         and own.versions = base.versions
-        and own.sitting = base.sitting
+        and own.session = base.session
         and case when own.kind = 'step' then own.ordinal = base.ordinal else own.run = base.run end
 where
-    own.generation != base.generation
-    and not own.twin
-    and not base.twin
-    and (base.role != 'own' or base.ablation_part = 'without')
+    own.code_version != base.code_version
+    and not own.is_twin
+    and not base.is_twin
+    and (base.role != 'own' or (base.kind = 'step' and starts_with(base.name, 'without_')))
 
 union all
 
@@ -41,27 +51,20 @@ select
     later.device,
     later.kind,
     later.part,
-    later.family,
-    concat_ws(
-        ' ', later.generation, case later.kind when 'step' then later.run else later.config_id end
-    ) as own,
-    concat_ws(
-        ' ',
-        earlier.generation,
-        case later.kind when 'step' then earlier.run else earlier.config_id end
-    )
-        as base,
-    later.sitting,
+    later.work_key,
+    concat_ws(' ', later.code_version, later.copy) as own,
+    concat_ws(' ', earlier.code_version, earlier.copy) as base,
+    later.session,
     earlier.log_ms - later.log_ms as difference,
-    earlier.counts and later.counts as counts,
+    earlier.valid and later.valid as valid,
     true as equal,
     later.kind = 'operator' or later.ordinal = earlier.ordinal + 1 as successive
 from timings as earlier
 inner join timings as later
     on
         earlier.device = later.device
-        and earlier.generation = later.generation
-        and earlier.sitting = later.sitting
+        and earlier.code_version = later.code_version
+        and earlier.session = later.session
         and case
             when earlier.kind = 'step' then earlier.ordinal < later.ordinal
             else earlier.run = later.run and earlier.config_id < later.config_id

@@ -1,16 +1,13 @@
--- Grain: device × op × problem × implementation × pass: what Nsight Compute counted in its newest
--- profile, as totals of its kernels and as what limits the dominant one, which takes longest.
+-- Grain: device × op × problem × implementation × pass: its newest profile by Nsight Compute, as
+-- totals over its kernels and as the limits of the kernel that takes longest.
 --
--- `duration_us` is the sum over the `n_kernels` kernels that one launch of the pass consists of,
--- `dominant_share` what the dominant one has of it. Percentages, registers and stalls are of the
--- dominant kernel. A failed profile is shown where there is no other. Times are of kernels that
--- were launched one by one with cold caches: nothing is compared by them.
+-- `duration_us` is the sum over the `n_kernels` kernels of one launch, `dominant_share` the longest
+-- kernel's share of it. Percentages, registers and stalls are the longest kernel's. A failed
+-- profile appears where there is no other. Kernels were launched one by one with cold caches: these
+-- times are not for comparison.
 create or replace view profiled_passes as
 with newest as (
-    select
-        *,
-        run_of(run_id, device, recorded_at) as run
-    from profiles
+    select * from stg_profiles
     qualify
         rank()
             over (

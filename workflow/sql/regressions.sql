@@ -1,22 +1,22 @@
--- Grain: device × question × generation that followed another: whether it is faster or slower.
+-- Grain: device × comparison_key × code version that followed another: whether it is faster or
+-- slower.
 --
--- A generation is compared with the one before by what each was against a control, something else
--- that was timed in the same sittings and did not change in between: so `ratio` is free of what
--- moved the whole machine. Without a control there is no ratio and no verdict, only the two
--- medians.
+-- Each of the two was timed against a control: another contender of the same sessions that did not
+-- change in between. `ratio` compares these two ratios, so it is free of a drift of the machine.
+-- Without a control there are only the two medians, no ratio and no verdict.
 create or replace view regressions as
 select
     contenders.device,
-    contenders.question,
+    contenders.comparison_key,
     contenders.kind,
     contenders.name,
-    contenders.generation,
-    contenders.previous_generation,
+    contenders.code_version,
+    contenders.previous_code_version,
     contenders.first_started_at,
     contenders.previous_started_at,
     exp(contenders.log_ms) as time_ms,
     exp(contenders.previous_log_ms) as previous_time_ms,
-    controls.question as control,
+    controls.comparison_key as control,
     contrasts.ratio,
     contrasts.low,
     contrasts.high,
@@ -27,7 +27,7 @@ from contenders
 left join contrasts
     on
         contrasts.figure = 'regressions'
-        and contenders.generation = contrasts.own
-        and contenders.previous_generation = contrasts.base
-left join contenders as controls on contrasts.control = controls.generation
-where contenders.may_count and contenders.previous_generation is not null;
+        and contenders.code_version = contrasts.own
+        and contenders.previous_code_version = contrasts.base
+left join contenders as controls on contrasts.control = controls.code_version
+where contenders.is_comparable and contenders.previous_code_version is not null;

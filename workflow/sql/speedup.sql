@@ -1,33 +1,42 @@
--- Grain: device × question, of whole training steps; the ablation's have a view of their own.
+-- Grain: device × comparison_key, of whole training steps; view `ablation` holds the ablation's.
 --
 -- `speedup` is against the specification's step without switches (role "baseline"), `speedup_best`
 -- against the fastest step without an operator of ours, both under the same versions of torch and
--- triton. Ratios, 95 % intervals and verdicts are of view `contrasts`. Without interval and verdict
--- is what has no evidence, shares no sitting with what it is compared with, or is compared with
--- itself. Times of `baseline` and `best_pytorch` are of all their runs.
+-- triton. Ratios, 95 % intervals and verdicts are those of table `contrasts`. There is no interval
+-- and no verdict without evidence, without a shared session, and for a step compared with itself.
+-- Times of `baseline`, `plain` and `best_pytorch` are over all their runs. `why_no_speedup` says in
+-- one sentence why a timed step has no `speedup`.
 --
--- `why_no_speedup`: why a timed step has no `speedup`, in one sentence.
---
--- `fastest`: no step at these sizes is faster by more than 1 %, so that several may be. Those that
--- stand best (macro `standing`) are compared by their ratios to PyTorch's fastest, or by their
--- times where no step has such a ratio. The highest ratio counts 1 % less where it has no interval
--- (`sure`): its two medians may be of two GPUs, and those of one model differ by as much.
---
--- `leads`: of ours at these sizes the one that is surest to be fast. By the same rule it is among
--- the fastest of ours, with 1 % less for each ratio without an interval; of these it is the one
--- whose interval begins highest.
+-- One rule says who is fastest. `fastest` marks the steps that no step at these sizes beats by more
+-- than 1 %. Only the steps with the best evidence there take part. They are compared by their
+-- ratios to PyTorch's fastest, or by their times where no step has such a ratio. The highest ratio
+-- is taken 1 % lower where it has no interval (`sure`), because its two medians may be of two GPUs.
+-- `leads` marks the one step of ours to name: among the fastest, the one whose interval against
+-- PyTorch's fastest begins highest. `winner` marks the one step of all to name: PyTorch's plain
+-- form or another form of PyTorch's if it is among the fastest, otherwise the step that leads.
 create or replace view speedup as
 with compared as (
     select * from contrasts
     where figure = 'speedup'
 ),
 
+whole_steps as (
+    select
+        step_summary.*,
+        flops,
+        not checkpoint and not cuda_graph as is_plain
+    from step_summary
+    left join contenders using (device, code_version)
+    where optimizer and study != 'ablation'
+),
+
 compared_steps as (
     select
         own.* exclude (
-            generation, studies, optimizer, step_ms_low, step_ms_high, tokens_per_s, energy_j,
-            peak_memory_bytes, tflops, mfu, environment_id, operators, gates
+            code_version, studies, optimizer, step_ms_low, step_ms_high, tflops, mfu,
+            environment_id, operators, gates, flops, is_plain
         ),
+        plain.step_ms as plain_step_ms,
         baseline.step_ms as baseline_step_ms,
         to_baseline.ratio as speedup,
         to_baseline.low as speedup_low,
@@ -35,7 +44,7 @@ compared_steps as (
         to_baseline.q,
         to_baseline.verdict,
         to_baseline.n_pairs,
-        to_baseline.n_sittings,
+        to_baseline.n_sessions,
         best.variant as best_pytorch_variant,
         best.checkpoint as best_pytorch_checkpoint,
         best.cuda_graph as best_pytorch_cuda_graph,
@@ -49,28 +58,29 @@ compared_steps as (
         best.role as best_pytorch_role,
         case
             when own.status != 'ok' or to_baseline.ratio is not null then null
-            when not own.counts then own.why_not
+            when not own.valid then own.why_not
             when plain.status is null then 'plain PyTorch was not timed'
             when plain.status != 'ok'
                 then concat('plain PyTorch could not be timed: ', plain.status)
-            when not plain.counts then concat('plain PyTorch does not count: ', plain.why_not)
-            when timed_own.flops != timed_plain.flops
+            when not plain.valid then concat('plain PyTorch does not count: ', plain.why_not)
+            when own.flops != plain.flops
                 then
                     format(
                         'its work was counted otherwise: {:.3g}, not {:.3g} TFLOP',
-                        timed_own.flops / 1e12,
-                        timed_plain.flops / 1e12
+                        own.flops / 1e12,
+                        plain.flops / 1e12
                     )
             else 'plain PyTorch was timed with other versions of torch or triton'
         end as why_no_speedup,
-        standing(own.status, own.counts) as stands
-    from step_summary as own
+        evidence_rank(own.status, own.valid) as evidence_rank
+    from whole_steps as own
     left join compared as to_baseline
-        on own.generation = to_baseline.own and to_baseline.against_baseline
-    left join step_summary as baseline on to_baseline.base = baseline.generation
-    left join compared as to_best on own.generation = to_best.own and to_best.against_best
-    left join step_summary as best on to_best.base = best.generation
-    left join step_summary as plain
+        on own.code_version = to_baseline.own and to_baseline.against_baseline
+    left join step_summary as baseline on to_baseline.base = baseline.code_version
+    left join compared as to_best
+        on own.code_version = to_best.own and to_best.against_best
+    left join step_summary as best on to_best.base = best.code_version
+    left join whole_steps as plain
         on
             own.device = plain.device
             and own.batch = plain.batch
@@ -78,49 +88,60 @@ compared_steps as (
             and own.n_target = plain.n_target
             and own.dtype = plain.dtype
             and plain.role = 'baseline'
-            and plain.optimizer
-            and plain.study != 'ablation'
-            and not (plain.checkpoint or plain.cuda_graph)
-    left join contenders as timed_own on own.generation = timed_own.generation
-    left join contenders as timed_plain on plain.generation = timed_plain.generation
-    where own.optimizer and own.study != 'ablation'
+            and plain.is_plain
 ),
 
-ranked as (
+beside_others as (
     select
         *,
-        max(stands) over of_sizes as best_stands,
+        max(evidence_rank) over of_sizes as best_rank,
         speedup_best * case when speedup_best_low is null then exp(-margin()) else 1 end as sure,
         max(sure) over of_equals as highest,
         min(step_ms) over of_equals as shortest,
-        max(sure) over of_equals_of_role as highest_of_role
+        max(sure) over of_equals_of_role as highest_of_role,
+        coalesce(
+            evidence_rank > 0
+            and evidence_rank = best_rank
+            and case
+                when highest is null then step_ms <= shortest * exp(margin())
+                else speedup_best * exp(margin()) >= highest
+            end,
+            false
+        ) as fastest
     from compared_steps
     window
         of_sizes as (partition by device, batch, n_context, n_target, dtype),
-        of_equals as (partition by device, batch, n_context, n_target, dtype, stands),
-        of_equals_of_role as (partition by device, batch, n_context, n_target, dtype, stands, role)
+        of_equals as (partition by device, batch, n_context, n_target, dtype, evidence_rank),
+        of_equals_of_role as (
+            partition by device, batch, n_context, n_target, dtype, evidence_rank, role
+        )
+),
+
+led as (
+    select
+        *,
+        role = 'own'
+        and row_number()
+            over (
+                partition by device, batch, n_context, n_target, dtype, role
+                order by
+                    evidence_rank desc nulls last,
+                    fastest desc,
+                    sure * exp(margin()) >= highest_of_role desc nulls last,
+                    speedup_best_low desc nulls last,
+                    step_ms asc nulls last
+            )
+        = 1 as leads
+    from beside_others
 )
 
 select
-    * exclude (stands, best_stands, sure, highest, shortest, highest_of_role),
-    coalesce(
-        stands > 0
-        and stands = best_stands
-        and case
-            when highest is null then step_ms <= shortest * exp(margin())
-            else speedup_best * exp(margin()) >= highest
-        end,
-        false
-    ) as fastest,
-    role = 'own'
+    * exclude (evidence_rank, best_rank, sure, highest, shortest, highest_of_role),
+    fastest
     and row_number()
         over (
-            partition by device, batch, n_context, n_target, dtype, role
-            order by
-                stands desc nulls last,
-                sure * exp(margin()) >= highest_of_role desc nulls last,
-                speedup_best_low desc nulls last,
-                step_ms asc nulls last
+            partition by device, batch, n_context, n_target, dtype
+            order by fastest desc, role = 'own' asc, role asc, leads desc, step_ms asc
         )
-    = 1 as leads
-from ranked;
+    = 1 as winner
+from led;

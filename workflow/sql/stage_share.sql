@@ -1,35 +1,31 @@
--- Grain: device × question × stage × pass, of whole steps (with optimizer): median device time over
--- the runs of the current generation, and its share of all stages' sum.
+-- Grain: device × comparison_key × stage × pass, of whole steps (with optimizer): median device
+-- time over the valid runs of the current code version, and its share of all stages' sum.
 --
--- `step_ms` is the median time of the same runs' steps: what the sum of all stages lacks of it are
--- gaps between kernels. `fastest`: of ours, or of the others, the shortest step at these sizes,
--- those that count first. What does not count is left out; `counts` is null where that is not
--- known. Rows without a source hold the host's time too, and are left out likewise.
+-- `step_ms` is the median time of the same runs' steps: gaps between kernels make up the difference
+-- to the sum of all stages. `fastest` marks the shortest step of ours, or of the others, at these
+-- sizes; valid steps come first. Invalid runs are left out; `valid` is null without evidence.
 create or replace view stage_share as
-with current_stages as (
+with measured as (
     select
         stages.*,
-        question,
-        counts,
-        role,
-        step_ms_p50
-    from stages
-    inner join current_steps
-        on
-            stages.device = current_steps.device
-            and run_of(stages.run_id, stages.device, stages.recorded_at) = current_steps.run
-            and stages.config_id = current_steps.config_id
+        steps.comparison_key,
+        steps.valid,
+        steps.role,
+        steps.median_ms
+    from stg_stages as stages
+    inner join measurements as steps using (device, run, config_id)
     where
-        stages.source = 'profiler'
+        steps.kind = 'step'
+        and steps.is_current
+        and steps.valid is distinct from false
         and stages.optimizer
         and stages.study != 'ablation'
-        and current_steps.counts is distinct from false
 ),
 
 medians as (
     select
         device,
-        question,
+        comparison_key,
         stage,
         pass,
         min(config_id) as config_id,
@@ -37,21 +33,21 @@ medians as (
             'study', 'shape', 'variant', 'role', 'batch', 'n_context', 'n_target', 'dtype',
             'checkpoint', 'cuda_graph'
         ])),
-        bool_and(counts) as counts,
+        bool_and(valid) as valid,
         median(time_ms_p50) as time_ms,
         max(n_kernels) as n_kernels,
-        median(step_ms_p50) as step_ms
-    from current_stages
-    group by device, question, stage, pass
+        median(median_ms) as step_ms
+    from measured
+    group by device, comparison_key, stage, pass
 )
 
 select
     *,
-    time_ms / sum(time_ms) over (partition by device, question) as share,
+    time_ms / sum(time_ms) over (partition by device, comparison_key) as share,
     rank()
         over (
             partition by device, shape, batch, n_context, n_target, dtype, role = 'own'
-            order by counts is not true, step_ms, question
+            order by valid is not true, step_ms, comparison_key
         )
     = 1 as fastest
 from medians;

@@ -1,19 +1,15 @@
 -- Grain: device × processor × sizes × dtype × variant × cuda_graph: milliseconds of the host for a
--- call of a training step, and of a step in a loop: medians over the runs of the newest commit
--- that timed a form of these sizes, with the newest model and meaning of the variant's name. All
--- forms of a run took turns in one process. `over_pytorch` is host_ms over that of PyTorch's form
--- with the fastest loop without a graph, and `over_graph` is step_ms over that of the same variant
--- as a CUDA graph: medians of the ratios of single runs. `waits_for_host` says whether a step of a
--- loop takes at most a tenth longer than its call alone.
+-- call of a training step, and of a step in a loop.
+--
+-- They are medians over the runs of the newest commit that timed a form of these sizes, with the
+-- newest model and meaning of the variant's name. All forms of a run took turns in one process.
+-- `over_pytorch` divides host_ms by that of PyTorch's form with the fastest loop without a graph.
+-- `over_graph` divides step_ms by that of the same variant as a CUDA graph. Both are medians of the
+-- ratios of single runs. `waits_for_host`: a step of a loop takes at most a tenth longer than its
+-- call alone.
 create or replace view step_host as
 with newest as (
-    select
-        host_steps.*,
-        processor,
-        cpu_count,
-        cpu_limit
-    from host_steps
-    left join machines using (environment_id)
+    select * from stg_host_steps
     qualify
         git_commit is not distinct from arg_max(git_commit, (status = 'ok', recorded_at))
             over (partition by device, batch, n_context, n_target, dtype)

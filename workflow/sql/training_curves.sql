@@ -1,10 +1,11 @@
--- Grain: device × run × step. `gap_closed`: 0 is the prior, 1 the exact posterior.
+-- Grain: device × run × step: a training run's losses and held-out likelihoods.
 --
--- `nats_from_context` is what the true context gains over the shuffled one, null inside two
--- standard errors: the model is then not shown to use its context.
+-- `gap_closed` is 0 for the prior and 1 for the exact posterior. `nats_from_context` is the gain of
+-- the true context over the shuffled one. It is null within two standard errors: then the model is
+-- not shown to use its context.
 create or replace view training_curves as
 select
-    * exclude (environment_id, recorded_at),
+    * exclude (environment_id, recorded_at, process),
     (heldout_log_likelihood - prior_log_likelihood) / (exact_log_likelihood - prior_log_likelihood)
         as gap_closed,
     case
@@ -13,4 +14,4 @@ select
             > 2 * coalesce(heldout_log_likelihood_stderr, 0)
             then heldout_log_likelihood - heldout_log_likelihood_shuffled
     end as nats_from_context
-from current_training;
+from stg_training;

@@ -1,14 +1,15 @@
--- Grain: device × run × step: how far a training run's loss is from that of run `gp_small_sdpa`.
+-- Grain: device × run × step: the difference of a training run's loss to that of run
+-- `gp_small_sdpa`.
 --
--- Runs on the same tasks from the same weights (`source`, sizes, dtype, seed, learning rates), at
--- the logged steps of the last half.
+-- Both runs have the same tasks and start from the same weights (`source`, sizes, dtype, seed,
+-- learning rates). The steps are the logged ones of the last half.
 create or replace view training_differences as
 with schedules as (
     select
         device,
         run,
         list(learning_rate order by step) as learning_rates
-    from current_training
+    from stg_training
     group by device, run
 ),
 
@@ -16,7 +17,7 @@ logged as (
     select
         *,
         max(step) over (partition by device, run) as last_step
-    from current_training
+    from stg_training
     inner join schedules using (device, run)
     where loss is not null
 )

@@ -1,14 +1,14 @@
 -- Grain: device × run: whether a training run's loss is equivalent to that of run `gp_small_sdpa`.
 --
 -- The sample are the differences of view `training_differences`, taken as independent.
--- `equivalent`: both one-sided t-tests at 5 % reject a difference of `margin` or more, which is the
--- same as the 90 % interval of the mean lying within ± margin. The margin is 0.01 nats or, where
--- larger, 3 × the absolute mean difference of the null pair: run `gp_small_flash`, which differs
--- from `gp_small_sdpa` in PyTorch's attention backend and in the padding of d_ff. Where that is
--- more than 0.02, PyTorch's own runs are too far apart to compare anything with: margin and
--- `equivalent` are null, as they are for the null pair itself.
+-- `equivalent`: both one-sided t-tests at 5 % reject a difference of `margin` or more, so the 90 %
+-- interval of the mean lies within ± margin. The margin is 0.01 nats or, where larger, three times
+-- the absolute mean difference of the null pair. That is run `gp_small_flash`, which differs from
+-- `gp_small_sdpa` in PyTorch's attention backend and in the padding of d_ff. Above 0.02, PyTorch's
+-- own runs differ too much to compare with: margin and `equivalent` are null, as for the null pair
+-- itself.
 create or replace view training_equivalence as
-with pairs as (
+with means as (
     select
         device,
         run,
@@ -30,7 +30,7 @@ margins as (
         device,
         3 * abs(any_value(mean_difference) filter (where run = 'gp_small_flash')) as spread,
         case when spread is null or spread <= 0.02 then greatest(0.01, spread) end as allowed
-    from pairs
+    from means
     group by device
 ),
 
@@ -41,7 +41,7 @@ quantiles as (
         *,
         n_rows - 1 as degrees,
         1.6449 + 1.5238 / degrees + 1.4202 / pow(degrees, 2) as t_quantile
-    from pairs
+    from means
 )
 
 select

@@ -1,13 +1,13 @@
--- Grain: figure × device × own × base: ratios that are neither known to be 1 % from 1 nor known to
--- be nearer, and how many more runs would decide them.
+-- Grain: figure × device × own × base: ratios that are neither known to be more than 1 % from 1 nor
+-- known to be nearer, and how many more runs would decide them.
 --
--- `n_more_runs` are pairs of runs in one further sitting, with the ratio and the variance as they
--- are now; null where even 100 would not do.
+-- `n_more_runs` counts pairs of runs in one further session, with the ratio and the variance as
+-- they are now. It is null where even 100 would not do.
 create or replace view undecided as
 with ambiguous as (
     select
         *,
-        (log_error ** 2 - sitting_deviation() ** 2 / n_sittings) * n_pairs as variance
+        (log_error ** 2 - session_deviation() ** 2 / n_sessions) * n_pairs as variance
     from contrasts
     where verdict = 'ambiguous'
 )
@@ -15,12 +15,12 @@ with ambiguous as (
 select
     ambiguous.figure,
     ambiguous.device,
-    own.question,
-    base.question as base_question,
+    own.comparison_key,
+    base.comparison_key as base_comparison_key,
     ambiguous.own,
     ambiguous.base,
     ambiguous.n_pairs,
-    ambiguous.n_sittings,
+    ambiguous.n_sessions,
     ambiguous.ratio,
     ambiguous.low,
     ambiguous.high,
@@ -30,9 +30,9 @@ select
         if abs(abs(ambiguous.log_ratio) - margin())
         > student_quantile(ambiguous.degrees + n) * sqrt(
             ambiguous.variance / (ambiguous.n_pairs + n)
-            + sitting_deviation() ** 2 / (ambiguous.n_sittings + 1)
+            + session_deviation() ** 2 / (ambiguous.n_sessions + 1)
         )
     ]) as n_more_runs
 from ambiguous
-inner join contenders as own on ambiguous.own = own.generation
-inner join contenders as base on ambiguous.base = base.generation;
+inner join contenders as own on ambiguous.own = own.code_version
+inner join contenders as base on ambiguous.base = base.code_version;

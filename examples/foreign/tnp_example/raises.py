@@ -1,3 +1,3 @@
-"""As a package whose library is not there."""
+"""Fails like a package whose library is missing."""
 
 raise OSError("libfast.so: cannot open shared object file")

@@ -1,4 +1,4 @@
-"""Operator `scale`, y = factor · x. Its module is imported when jobs are planned: no torch here."""
+"""Declares operator `scale`, y = factor · x. Planning imports it, so it imports no torch."""
 
 from math import prod
 
@@ -6,28 +6,28 @@ from tnp.dispatch.spec import FLOATS, Case, Implementation, Operator, Work
 
 
 def reference(x, factor):
-    """The formula."""
+    """Returns factor · x."""
     return x * factor
 
 
 def describe(x):
-    """Sizes of a problem."""
+    """Returns the sizes of a problem."""
     return {"n": prod(x.shape)}
 
 
 def draw(case, random):
-    """Inputs by name."""
+    """Returns inputs by name."""
     return {"x": random(case.problem["n"])}
 
 
 def work(case, pass_):
-    """Every element once."""
+    """Counts every element once."""
     size = case.problem["n"] * case.problem.itemsize
     return Work({}, size, size)
 
 
 def cases(target):
-    """What its gate compares."""
+    """Returns the cases that the gate compares."""
     return [Case(OPERATOR.problem(dtype, n=n)) for dtype in FLOATS for n in (1, 257)]
 
 

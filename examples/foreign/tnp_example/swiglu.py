@@ -1,4 +1,4 @@
-"""Ways to compute SwiGLU: a right one, one without gradients, a wrong one, one that aborts."""
+"""Offers forms of SwiGLU: a right one, one without gradients, a wrong one, one that aborts."""
 
 import os
 
@@ -6,23 +6,23 @@ from tnp.dispatch.spec import Implementation
 
 
 def swiglu(gate, up):
-    """silu(gate) · up, in float32 inside."""
+    """Returns silu(gate) · up, computed in float32."""
     wide = gate.float()
     return (wide * wide.sigmoid() * up.float()).to(gate.dtype)
 
 
 def without_gradients(gate, up):
-    """The same, with nothing for autograd."""
+    """Returns the result without gradients."""
     return swiglu(gate, up).detach()
 
 
 def wrong(gate, up):
-    """A factor is missing."""
+    """Returns a wrong result: a factor is missing."""
     return gate.sigmoid() * up
 
 
 def aborts(gate, up):
-    """As a kernel that ends the process."""
+    """Ends the process, as a broken kernel might."""
     os.abort()
 
 

@@ -1,4 +1,4 @@
-"""Attention in CUDA C++, through wmma and in CuTe. The portable backward pass reads their lse."""
+"""Declares attention in CUDA C++, with wmma and in CuTe. The portable backward reads their lse."""
 
 from tnp.dispatch.spec import Call, Reason
 from tnp.ops.attention import PORTABLE_BACKWARD
@@ -21,7 +21,7 @@ def _in_cuda(call: Call) -> Reason:
 
 def _in_cute(call: Call) -> Reason:
     if call.target.capability < 80:
-        return "its instructions are of compute capability 8.0 and newer"
+        return "its instructions need compute capability 8.0 or newer"
     return _in_cuda(call)
 
 

@@ -1,4 +1,4 @@
-"""Launches attention in CUDA C++: `wmma.cu` and `cute.cu`, whose comments teach."""
+"""Launches attention in CUDA C++. Comments of `wmma.cu` and `cute.cu` explain it."""
 
 from __future__ import annotations
 

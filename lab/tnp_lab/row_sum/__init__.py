@@ -28,7 +28,7 @@ def reference(x):
 
 
 def describe(x) -> dict:
-    """Returns sizes; ValueError without a last dimension, or where a gradient is asked for."""
+    """Returns sizes. Raises ValueError for 0 dimensions, or if x asks for a gradient."""
     if x.dim() == 0:
         raise ValueError("x has no dimensions: it must be [..., width]")
     require_no_gradient("row_sum", x=x)
@@ -37,9 +37,7 @@ def describe(x) -> dict:
 
 
 def draw(case, random) -> dict:
-    """Draws normal numbers. The case's number `apart` is added to the first of every row, and
-    taken from the last.
-    """
+    """Draws normal numbers. The case's `apart` is added to the first and taken from the last."""
     x = draw_rows(case, random)
     if case["apart"]:
         x[..., 0] += case["apart"]
@@ -57,7 +55,7 @@ LANES = 256  # each adds up its share of a row, one number after another
 
 
 def condition(case, inputs) -> float:
-    """Returns what float32 loses where LANES partial sums are added up as a tree.
+    """Returns the relative error of float32 when LANES partial sums are added up as a tree.
 
     On average a number goes through half the additions of its lane, and through all of the tree.
     Each addition rounds by at most 2⁻²⁴ of its sum, and by 1/√3 of that in the mean square.
@@ -73,8 +71,8 @@ def _rounded(x):
     return y.to(x.dtype).to(y.dtype)
 
 
-# Rows and width, and how they are drawn: one column, both sides of what a block reads at once, sums
-# that float16 does not hold, and rows whose first and last number cancel.
+# Rows, width, and how they are drawn: one column, widths just below and above a block's load, sums
+# beyond float16, and rows whose first and last number cancel.
 _RAGGED = [(33, width, {"start": 1}) for width in (1, 17, 777, 1000, 4097)]
 _GPU = {
     "bfloat16": (
@@ -147,13 +145,13 @@ def row_sum(x: Tensor, *, implementation: str = "torch") -> Tensor:
     """Sums over the last dimension, in float32.
 
     Args:
-        x: [..., width], any strides; a view of whole rows, as h[:, n:], is not copied. Ours take
-            bfloat16, float16 and float32.
+        x: [..., width], any strides; a view of whole rows, as h[:, n:], is not copied. Our
+            implementations take bfloat16, float16 and float32.
         implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
-        [...] in float32, or in float64 of float64, without a gradient; from ours contiguous, and
-        equal from run to run.
+        [...] in float32, or in float64 for float64, without a gradient. Our implementations return
+        contiguous tensors that are equal from run to run.
 
     Raises:
         ValueError: x has no dimensions, is no float or asks for a gradient.

@@ -1,4 +1,4 @@
-"""Launches sums in CUDA C++: `row_sum.cu`, whose comments teach, with either reduction."""
+"""Launches sums in CUDA C++, with either reduction. Comments of `row_sum.cu` explain its steps."""
 
 from __future__ import annotations
 

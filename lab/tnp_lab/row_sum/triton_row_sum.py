@@ -1,7 +1,7 @@
-"""Sums over the last dimension in Triton.
+"""Computes sums over the last dimension in Triton.
 
 A program has a tile: several short rows, or one row block after block. Each place of the tile has
-a sum of its own, so that one reduction is enough, at the end.
+its own sum, so that one reduction at the end is enough.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ NARROW = 1024  # rows up to here, padded, share a program of the smallest tile
 
 @dataclass(frozen=True)
 class Config(KernelConfig):
-    """Columns and rows of a tile."""
+    """Holds columns, rows and warps of a tile."""
 
     block: int
     rows: int

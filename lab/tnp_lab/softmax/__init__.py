@@ -1,15 +1,15 @@
-"""Softmax in CUDA C++, forward only: in three passes over a row, and in one."""
+"""Declares softmax in CUDA C++, forward only: in three passes over a row, and in one."""
 
 from tnp.dispatch.spec import Call, Reason
 from tnp_lab.declared import by_cuda
 
-ONE_PASS_WIDTH = 32_768  # of `one_pass`: 1,024 threads have 64 registers each, half of them for x
+ONE_PASS_WIDTH = 32_768  # limit of `one_pass`: 1,024 threads use 32 of their 64 registers for x
 
 
 def _fits_registers(call: Call) -> Reason:
     width = call.problem["width"]
     if width > ONE_PASS_WIDTH:
-        return f"it holds a row in registers, of width {ONE_PASS_WIDTH} at most, not {width}"
+        return f"its registers hold a row of width {ONE_PASS_WIDTH} at most, not {width}"
     return None
 
 

@@ -1,5 +1,4 @@
-"""CUDA C++ without a GPU: sources compiled for this CPU, launched in place of
-`tnp_lab.launch.loaded`."""
+"""Compiles CUDA C++ for this CPU, and launches it in place of `tnp_lab.launch.loaded`."""
 
 import ctypes
 import shutil
@@ -17,7 +16,7 @@ COMPILER = shutil.which("g++")
 
 
 def loaded(source: nvrtc.Source, architecture: str) -> Launch:
-    """What runs a kernel on tensors in this CPU's memory, block after block."""
+    """Returns a launch that runs a kernel on tensors in this CPU's memory, block after block."""
     return _compiled(source, source.path.read_text())
 
 
@@ -32,7 +31,7 @@ def _compiled(source: nvrtc.Source, text: str) -> Launch:
         f'#include "{HEADER}"\n#line 1 "{source.path}"\n{text}\n'
         f'extern "C" void run(unsigned grid, unsigned threads, void** given) {{ {entry}; }}\n'
     )
-    command = [COMPILER, "-O2", "-std=c++20", "-w", "-shared", "-fPIC", f"-I{folder}"]
+    command = [COMPILER, "-O1", "-std=c++20", "-w", "-shared", "-fPIC", f"-I{folder}"]
     command += [f"-I{nvrtc.ROOT}", *(f"-D{name}={value}" for name, value in source.constants)]
     child = subprocess.run([*command, "-o", library, file], capture_output=True, text=True)
     if child.returncode:

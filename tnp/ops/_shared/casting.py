@@ -1,8 +1,8 @@
-"""Parameters in the dtype of the activations, cast once a step.
+"""Casts parameters to the dtype of the activations once a step.
 
-Operators take float32 parameters and multiply by copies in the activations' dtype, forward and
-again backward: a hundred small casts a step. `WeightCasts` makes them all by one launch ahead of
-the forward pass and keeps them for the backward pass, as `torch.autocast` does for its own casts.
+Operators take float32 parameters, and multiply by copies in the activations' dtype, in the forward
+and the backward pass. That would be a hundred small casts a step. `WeightCasts` makes all copies in
+one launch before the forward pass, and keeps them for the backward pass, like `torch.autocast`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,10 +14,11 @@ import torch
 
 @dataclass
 class _Cast:
-    source: torch.Tensor  # keeps the weight's memory, so that no other tensor comes to lie there
-    version: int  # of the weight that was cast
+    # keeps the weight's memory alive, so that no other tensor gets its address
+    source: torch.Tensor
+    version: int  # the weight's version when it was cast
     copy: torch.Tensor
-    met: bool = True  # in this step
+    met: bool = True  # whether this step has asked for it
 
     @classmethod
     def of(cls, weight: torch.Tensor, dtype: torch.dtype) -> "_Cast":
@@ -26,13 +27,12 @@ class _Cast:
 
 
 class WeightCasts:
-    """The casts of one training loop's `parameters`.
+    """Holds the casts of one training loop's `parameters`.
 
-    Inside `with casts.step():` a parameter is cast once to a dtype, however many operators read it
-    and also where a checkpoint hands them a detached alias. It must not change in there but through
-    PyTorch, which counts changes. A parameter is cast where it is met first, and from the next step
-    on with all others on entry, until a step does not meet it. Copies live as long as this object:
-    2 bytes a parameter.
+    Inside `with casts.step():` a parameter is cast once to a dtype, even if several operators read
+    it, or a checkpoint passes them a detached alias. Inside, only PyTorch may change it, because
+    PyTorch counts changes. The first step casts a parameter at its first use. Later steps cast all
+    used parameters on entry. Copies live as long as this object, and take 2 bytes a parameter.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -42,12 +42,13 @@ class WeightCasts:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around the forward and the backward pass, not around the optimizer's update."""
+        """Goes around the forward and the backward pass, but not around the optimizer's update."""
         self._pointers = {p.data_ptr() for p in self._parameters if p.numel()}
         self._casts = {key: cast for key, cast in self._casts.items() if cast.met}
         casts = list(self._casts.values())
         if casts:
-            # Always, whatever the versions: a replayed CUDA graph does not count its changes.
+            # Casts whatever the versions are, because a replayed CUDA graph does not count its
+            # changes.
             with torch.inference_mode(False), torch.no_grad():
                 torch._foreach_copy_([c.copy for c in casts], [c.source for c in casts])
         for cast in casts:
@@ -59,11 +60,11 @@ class WeightCasts:
             _active.remove(self)
 
     def copies(self) -> list[torch.Tensor]:
-        """All there are now: a graph captured in a step uses them and must keep them."""
+        """Returns all current copies: a graph captured in a step must keep them alive."""
         return [cast.copy for cast in self._casts.values()]
 
     def get(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """This step's copy of what lies where a parameter does; None of anything else."""
+        """Returns this step's copy of the parameter at the weight's address, or None."""
         pointer = weight.data_ptr()
         if pointer not in self._pointers or weight.is_inference():
             return None
@@ -75,14 +76,15 @@ class WeightCasts:
         return cast.copy
 
 
-# Of all threads: autograd runs the backward pass in others than the forward pass.
+# Shared by all threads, because autograd runs the backward pass in other threads.
 _active: list[WeightCasts] = []
 
 
 def cast_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`weight.to(dtype)`; of a parameter inside a step of its `WeightCasts`, the step's copy.
+    """Returns `weight.to(dtype)`, or the step's copy inside a step of the parameter's
+    `WeightCasts`.
 
-    For the inside of operators: the result has no gradient of its own and must not be written.
+    It is for operators: the result has no gradient of its own, and must not be changed.
     """
     if weight.dtype == dtype:
         return weight

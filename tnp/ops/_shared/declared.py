@@ -1,4 +1,4 @@
-"""Holds what declarations of operators share. It imports no torch."""
+"""Shares code between declarations of operators. It imports no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def by_pytorch(
     run: Callable[..., Any], options: tuple[str, ...] = ()
 ) -> tuple[Implementation, Implementation]:
-    """PyTorch's plain form, in any of its floats, and the same compiled."""
+    """Returns PyTorch's plain form, in any of its float dtypes, and the same form compiled."""
     return (
         Implementation("torch", run=run, provider="torch", dtypes=ALL_FLOATS, options=options),
         Implementation("compiled", run=run, provider="torch", compile="default", options=options),
@@ -40,7 +40,7 @@ def by_triton(
     supported: Support | None = None,
     **limits: Any,
 ) -> Implementation:
-    """Ours, made of Triton kernels: of these modules, in each pass, those of these names."""
+    """Returns our implementation by Triton kernels of these modules and names, for each pass."""
 
     def operation(pass_: str, kernels: tuple[str, ...]) -> Operation:
         named = tuple(f"{module}:{kernel}" for module in modules for kernel in kernels)
@@ -56,7 +56,7 @@ def by_triton(
 
 
 def triton_to_width(most: int) -> Support:
-    """Support of Triton kernels from 8.0 on that take rows up to a width."""
+    """Returns the `Support` of Triton kernels from 8.0 on that take rows up to a width."""
     anywhere_else = triton_from(80)
 
     def supported(call: Call) -> Reason:
@@ -69,9 +69,7 @@ def triton_to_width(most: int) -> Support:
 
 
 def cases_by_dtype(operator: Operator, described: Mapping[str, Iterable[tuple]]) -> list[Case]:
-    """Returns the described cases in each dtype: sizes in the operator's order, and by name all the
-    rest.
-    """
+    """Returns the described cases in each dtype: sizes in the operator's order, others by name."""
     return [
         operator.case(dtype, *sizes, **named)
         for dtype, of_dtype in described.items()
@@ -80,14 +78,14 @@ def cases_by_dtype(operator: Operator, described: Mapping[str, Iterable[tuple]])
 
 
 def left_out_by_tf32(case: Case, inputs: Mapping[str, Tensor]) -> float:
-    """Condition of products of float32 as three of TF32: that of both low parts is left out."""
+    """Returns the error of three TF32 products without the product of both low parts."""
     return 2.0**-22 if case.problem.dtype == "float32" else 0.0
 
 
 def draw_rows(case: Case, random: Any) -> Tensor:
-    """[rows, width], or [batch, rows / batch, width] where the case names a batch.
+    """Draws x [rows, width], or [batch, rows / batch, width] if the case names a batch.
 
-    Of the case: `start`, the row that this is a view from, and `magnitude`.
+    The case may name `start`, so that x is a view from that row on, and `magnitude`.
     """
     rows, width, start = case.problem["rows"], case.problem["width"], int(case["start"])
     batch = int(case["batch"])
@@ -96,7 +94,7 @@ def draw_rows(case: Case, random: Any) -> Tensor:
 
 
 def rows_within(run: Mapping) -> int:
-    """Rows of a step: tokens, or context and target points."""
+    """Returns the rows of a step: tokens, or context and target points."""
     n_points = run["n_context"] + run["n_target"] if "n_context" in run else run["n_tokens"]
     return run["batch"] * n_points
 
@@ -104,13 +102,14 @@ def rows_within(run: Mapping) -> int:
 def numbers_out_of_range(
     inputs: Mapping[str, Tensor | None], name: str, least: int, most: int, *results: str
 ) -> Iterator[tuple[dict, dict, dict]]:
-    """Yields what `Operator.out_of_range` asks for: too large a number, and one that is too small.
+    """Yields the cases of `Operator.out_of_range`: a number that is too large, and one that is too
+    small.
 
     Args:
-        inputs: as they were drawn.
-        name: the input that holds a number of each sample, int32 [B], or None.
+        inputs: the drawn inputs.
+        name: the input that holds a number for each sample, int32 [B], or None.
         least, most: the range.
-        results: names of those that are NaN in the sample.
+        results: names of the results that must be NaN in the sample.
     """
     import torch
 

@@ -1,7 +1,9 @@
-"""The number format e4m3 with powers of two as scales, in PyTorch: what gates compare kernels with.
+"""Computes the number format e4m3, with powers of two as scales, in PyTorch.
 
-`tnp.ops._shared.primitives` has the same for kernels. Torch is imported where a function runs:
-planning reads declarations that name these.
+Gates compare kernels with it.
+
+`tnp.ops._shared.primitives` has the same for kernels. Functions import torch when they run, because
+planning reads declarations without torch.
 """
 
 from __future__ import annotations
@@ -11,20 +13,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The least exponent of a row's scale, that of zeros. Rows of a gradient may be tiny: those whose
-# largest element is below 448 · 2^−100 lose bits, and products of scales below 2^−149 vanish.
+# The smallest exponent of a row's scale, which zeros have. Rows of a gradient may be tiny. If the
+# largest element is below 448 · 2^−100, bits are lost, and products of scales below 2^−149 vanish.
 LEAST = -100
 
 
 def nearest(x: Tensor) -> Tensor:
-    """x rounded to float32 and then to e4m3, in float64."""
+    """Returns x rounded to float32 and then to e4m3, in float64."""
     import torch
 
     return x.float().to(torch.float8_e4m3fn).double()
 
 
 def exponents(largest: Tensor, least: int) -> Tensor:
-    """The smallest whole numbers e from `least` on with largest ≤ 448 · 2^e."""
+    """Returns the smallest whole numbers e from `least` on with largest ≤ 448 · 2^e."""
     import torch
 
     significand, exponent = torch.frexp(largest)  # largest = significand · 2^exponent, from 0.5 on
@@ -34,12 +36,12 @@ def exponents(largest: Tensor, least: int) -> Tensor:
 
 
 def in_units(x: Tensor, e: Tensor) -> Tensor:
-    """x rounded to e4m3 in units of 2^e, in float64."""
+    """Returns x rounded to e4m3 in units of 2^e, in float64."""
     import torch
 
     return torch.ldexp(nearest(torch.ldexp(x, -e)), e)
 
 
 def scaled(x: Tensor, dims: tuple[int, ...], least: int) -> Tensor:
-    """float32 x rounded to e4m3 with one power of two as scale over `dims`, in float64."""
+    """Returns float32 x rounded to e4m3 with one power of two as scale over `dims`, in float64."""
     return in_units(x, exponents(x.abs().amax(dims, keepdim=True), least))

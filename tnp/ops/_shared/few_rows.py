@@ -1,13 +1,13 @@
-"""Shares code between kernels of a few rows, whose time is latency: of a launch and of a chain of
-products.
+"""Shares code between kernels for a few rows.
 
-On compute capability 9.0 and newer such a kernel is launched while the one before it still runs
-(programmatic dependent launch). It asks for its weights to be brought to L2, and `follow` then has
-it wait until all that came before is complete. So the order of a stream holds next to any other
-kernel, provided that what is launched ahead of its turn waits too. Ahead of `follow` no program may
-write anything, nor read anything unless it is launched right behind a kernel that it knows: a
-weight may have just been computed. Asking for memory is only a hint. Every program must call
-`follow`, because whoever waits for a kernel relies on that kernel's own wait.
+Their time is the latency of a launch and of a chain of products.
+
+On compute capability 9.0 and newer, such a kernel is launched while the kernel before it still runs
+(programmatic dependent launch). It prefetches its weights to L2, and `follow` then waits until all
+earlier kernels are complete. So the order of a stream holds, if every kernel that is launched early
+waits too. Before `follow`, no program may write anything. It may read only if it is launched right
+after a known kernel, because a weight may have just been computed. A prefetch is only a hint. Every
+program must call `follow`, because a later kernel's wait relies on this kernel's wait.
 """
 
 from typing import Any
@@ -19,12 +19,12 @@ from tnp.dispatch.devices import Target
 from tnp.ops._shared.primitives import INTERPRETED, add_dot, dot
 
 FEW = 16  # rows of a tensor core's tile
-# A tensor is brought to L2 by sectors of so many bytes.
+# The bytes of a sector, in which tensors are brought to L2.
 SECTOR = tl.constexpr(32)
 
 
 def chained(target: Target) -> dict[str, Any]:
-    """Options of a launch whose kernel calls `follow`."""
+    """Returns the options of a launch whose kernel calls `follow`."""
     if target.kind == "cuda" and target.capability >= 90:
         return {"CHAINED": True, "launch_pdl": True}
     return {"CHAINED": False}
@@ -34,8 +34,8 @@ def chained(target: Target) -> dict[str, Any]:
 def follow(CHAINED: tl.constexpr):
     """Waits until all launches before are complete, and then lets the next one begin.
 
-    In this order: so what begins ahead of its own wait finds everything complete but the kernel
-    right before it.
+    The order matters: a kernel that begins before its own wait then finds everything complete but
+    the kernel right before it.
     """
     if CHAINED:
         tl.extra.cuda.gdc_wait()
@@ -46,7 +46,7 @@ def follow(CHAINED: tl.constexpr):
 def prefetch_rows(
     ptr, offs_row, n_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
 ):
-    """Asks for rows of a contiguous matrix [n_rows, WIDTH] of at most BLOCK columns."""
+    """Prefetches rows of a contiguous matrix [n_rows, WIDTH] of at most BLOCK columns."""
     if CHAINED:
         EACH: tl.constexpr = SECTOR // (ptr.dtype.element_ty.primitive_bitwidth // 8)
         column = tl.minimum(tl.arange(0, BLOCK // EACH) * EACH, WIDTH - 1)
@@ -60,10 +60,10 @@ def prefetch_rows(
 
 @triton.jit
 def after_loads(x):
-    """16-bit x, of which nothing is made before the loads above this line are on their way.
+    """Returns 16-bit x, so that no use of x is scheduled before the loads above this line.
 
-    Triton takes an operand to where a product wants it as soon as it is loaded, and what is loaded
-    next would be asked for when that has arrived.
+    Triton moves an operand to its place in a product as soon as it is loaded. The next load would
+    start only after the operand has arrived.
     """
     if INTERPRETED:
         return x
@@ -74,9 +74,9 @@ def after_loads(x):
 
 @triton.jit
 def add_dot_in_parts(a, w, acc, PARTS: tl.constexpr):
-    """acc + a wᵀ of a [M, K] and w [N, K], in equal parts of K, each of which a warp multiplies.
+    """Returns acc + a wᵀ for a [M, K] and w [N, K]. Each warp multiplies an equal part of K.
 
-    In one part all warps would go through all of K, one product behind the other.
+    With one part, all warps would go through all of K, one product after the other.
     """
     if PARTS == 1:
         return add_dot(a, tl.trans(w), acc)

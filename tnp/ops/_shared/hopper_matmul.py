@@ -1,22 +1,22 @@
-"""x wᵀ for Hopper, with what follows it done while the next tile is multiplied.
+"""Multiplies x wᵀ for Hopper, and works on a product while the next tile is multiplied.
 
-For products whose inner width is that of the model, K = 512: too short for a matmul library to hide
-what comes before and after a tile. A program keeps one multiprocessor and walks tiles of
-[128, 128] row by row. Its 128 rows of x stay in shared memory for all tiles of a row, a producer
-warp streams blocks of w, and two consumer warpgroups take tiles in turn: while one multiplies, the
-other works on its product ("ping-pong", as in CUTLASS). Each lets the other begin when its own last
-block has arrived: a barrier's phase is one bit, and who waited for a block further ahead would take
-an earlier one for it.
+It is for products with the model's inner width, K = 512. That is too short for a matmul library to
+hide the work before and after a tile. A program keeps one multiprocessor and walks tiles of [128,
+128] row by row. Its 128 rows of x stay in shared memory for all tiles of a row, and a producer warp
+streams blocks of w. Two consumer warpgroups take tiles in turn: while one multiplies, the other
+works on its product ("ping-pong", as in CUTLASS). Each lets the other begin when its own last block
+has arrived. A barrier's phase is one bit, so a wait for a block further ahead could end at an
+earlier one.
 
-Rows of x need no barriers: they arrive with the blocks of w of their first tile, into a place that
-all tiles of the row before have read. Block k may be loaded when its stage is free, that is, when
-the block STAGES before it has been read: for k < STAGES, block k + K_BLOCKS − STAGES of the tile
-before. From there on a block of the same tile, k − STAGES, that was itself loaded after block
-k + K_BLOCKS − 2·STAGES of the tile before had been read, or, for k ≥ 2·STAGES, after its last. With
+Rows of x need no barriers. They arrive with the blocks of w of their first tile, in a place that
+all tiles of the previous row have read. Block k is loaded when its stage is free, that is, when the
+block STAGES before it has been read. For k < STAGES that is block k + K_BLOCKS − STAGES of the
+previous tile. Else it is block k − STAGES of the same tile. That block was loaded after block k +
+K_BLOCKS − 2·STAGES of the previous tile was read, or, for k ≥ 2·STAGES, after its last block. With
 K_BLOCKS ≥ 2·STAGES none of these is before k.
 
-What is done with a product is the kernel's own: `tnp.ops._shared.hopper_silu` and
-`tnp.ops.mixture_heads.hopper`.
+`tnp.ops._shared.hopper_silu` and `tnp.ops.mixture_heads.hopper` have the kernels, which define the
+work on a product.
 """
 
 from collections.abc import Callable
@@ -39,31 +39,29 @@ from tnp.ops._shared.hopper_primitives import barriers, opaque
 ROWS = gl.constexpr(64)  # of a matmul instruction; a tile has two such halves
 TILE = gl.constexpr(128)  # rows and columns of a tile
 BLOCK_K = gl.constexpr(64)
-K = 512  # fills shared memory but for the blocks of w
+K = 512  # x then fills shared memory, except for the blocks of w
 REGISTERS = gl.constexpr(240)
 DTYPES = {"bfloat16": gl.bfloat16, "float16": gl.float16}
 IN_MEMORY = DTYPES | {"float8_e4m3fn": gl.float8e4nv}
-CAPABILITY = 90  # exactly
+CAPABILITY = 90  # and no other
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-# Of 8-bit operands, of which an instruction takes twice as many; its sums lie as those of ACC.
+# For 8-bit operands. An instruction takes twice as many, and its sums have the layout of ACC.
 ACC_8BIT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
 QUARTER_ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
 
 @aggregate
 class Pipeline:
-    """Holds shared memory and barriers between the producer and the consumers, and a program's
-    tiles.
-    """
+    """Holds shared memory and barriers of producer and consumers, and a program's tiles."""
 
     x: gl.shared_memory_descriptor  # 128 rows, as K / 64 blocks of two halves [64, 64]
     w: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-    turn: gl.shared_memory_descriptor  # of each consumer to multiply
+    turn: gl.shared_memory_descriptor  # for each consumer: it may multiply
     n_columns: gl.tensor  # tiles in a row
-    first: gl.tensor  # tile of the program
-    last: gl.tensor  # + 1
+    first: gl.tensor  # first tile of the program
+    last: gl.tensor  # last tile of the program + 1
     K_BLOCKS: gl.constexpr
     STAGES: gl.constexpr
     W_IS_KN: gl.constexpr
@@ -80,9 +78,10 @@ class Pipeline:
 
     @gluon.jit
     def column(self, n):
-        """Returns which tile of its row is the n-th.
+        """Returns the column of the program's n-th tile.
 
-        With PAIRS_OF = c, two groups of c columns alternate: each warpgroup has one to itself.
+        With PAIRS_OF = c, two groups of c columns alternate, so that each warpgroup has its own
+        group.
         """
         if self.PAIRS_OF:
             i = n % (2 * self.PAIRS_OF)
@@ -120,7 +119,7 @@ def pipeline(
 
 @gluon.jit
 def load(pipe, x_desc, w_desc, tile):
-    """Loads the blocks of w of a tile, and of x where a row begins."""
+    """Loads the blocks of w for a tile, and the blocks of x if a row begins."""
     row = tile // pipe.n_columns * TILE
     n = tile % pipe.n_columns
     column = pipe.column(n) * TILE
@@ -193,10 +192,7 @@ def quarters(half):
 
 @gluon.jit
 def sigmoid(x):
-    """Computes (1 + tanh(x/2)) / 2, by one approximate instruction, to 2^-12.
-
-    That is an eighth of bfloat16's step below 1, and half of float16's.
-    """
+    """Computes (1 + tanh(x/2)) / 2 by one instruction, with an error of 2^-12."""
     tanh = gl.inline_asm_elementwise(
         "tanh.approx.f32 $0, $1;", "=f,f", [x * 0.5], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -204,9 +200,7 @@ def sigmoid(x):
 
 
 def refuses(call: Call, d_model: int, width: int) -> str | None:
-    """Returns why these kernels do not multiply rows of `d_model` with weights of `width` rows, or
-    None.
-    """
+    """Returns why these kernels cannot multiply [n, d_model] by [width, d_model]ᵀ, or None."""
     if call.target.kind != "cuda" or call.target.capability != CAPABILITY:
         return f"it is written for compute capability {CAPABILITY / 10}"
     if call.problem.dtype not in DTYPES:
@@ -217,9 +211,7 @@ def refuses(call: Call, d_model: int, width: int) -> str | None:
 
 
 def tiles(n_rows: int, n_columns: int) -> Callable[[torch.Tensor], TensorDescriptor]:
-    """Returns a function that makes the descriptor of tiles [n_rows, n_columns] of a matrix, or of
-    a tensor's rows.
-    """
+    """Returns a function that describes tiles [n_rows, n_columns] of a matrix or of rows."""
     block = [n_rows, n_columns]
 
     def descriptor(x: torch.Tensor) -> TensorDescriptor:

@@ -41,8 +41,8 @@ def barriers(n: gl.constexpr, count: gl.constexpr):
 def opaque(x):
     """Returns int32 x so that the compiler knows nothing of its value.
 
-    In a loop over tiles it would hoist what is the same for all of them, masks and addresses, and
-    spill it: registers are full of accumulators.
+    In a loop over tiles, the compiler would hoist masks and addresses that are the same for all
+    tiles, and spill them, because accumulators fill the registers.
     """
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1

@@ -1,10 +1,10 @@
-"""The MLP's products of inner width 512 for Hopper, with SiLU or its derivative.
+"""Computes the MLP's products of inner width 512 on Hopper, with SiLU or its derivative.
 
     forward     z = x wᵀ,  h = z·σ(z),  slope = σ(z)·(1 + z·(1 − σ(z)))
     backward    dz = (dy w)·slope
 
-The slope of SiLU goes to the backward pass rather than z: there it costs one multiplication
-(`tnp.ops._shared.hopper_slope`).
+The forward pass saves the slope of SiLU instead of z, so the backward pass needs only one
+multiplication (`tnp.ops._shared.hopper_slope`).
 """
 
 import torch
@@ -46,13 +46,13 @@ def store_quarter(
     desc, quarter, row, column, buffers, WARPGROUP: gl.constexpr, AT: gl.constexpr,
     RESULTS: gl.constexpr,
 ):  # fmt: skip
-    """Start the copy of a quarter [64, 64] to device memory, through one of the warpgroup's two
-    buffers, `AT`.
+    """Starts the copy of a quarter [64, 64] to device memory, through buffer `AT` of the
+    warpgroup's two.
 
-    RESULTS are stored so, each through buffers of its own, quarter by quarter in turn.
+    There are RESULTS results. Each has its own buffers, and their quarters are stored in turn.
     """
     buffer = buffers.index(2 * WARPGROUP + AT)
-    # What was in the buffer has left it: the copy before the last of this result's.
+    # The copy before the last one of this result has then left the buffer.
     tma.store_wait(2 * RESULTS - 1)
     buffer.store(quarter.to(desc.dtype))
     fence_async_shared()
@@ -61,7 +61,7 @@ def store_quarter(
 
 @gluon.jit
 def store_half(desc, half, row, column, buffers, WARPGROUP: gl.constexpr):
-    """Start the copies of a half [64, 128] as it is, the only result that is stored so."""
+    """Starts the copies of a half [64, 128], if it is the only result."""
     parts = quarters(half)
     for j in gl.static_range(2):
         store_quarter(desc, parts[j], row, column, buffers, WARPGROUP, j, 1)
@@ -88,7 +88,7 @@ def _silu(pipe, h_desc, slope_ptr, buffers, WARPGROUP: gl.constexpr, HAS_SLOPE: 
 @gluon.jit
 def _dsilu(pipe, dz_desc, slope_ptr, buffers, WARPGROUP: gl.constexpr):
     for tile in range(pipe.first + WARPGROUP, pipe.last, 2):
-        # Read before the product, beside which they arrive.
+        # Read before the product, so that they arrive meanwhile.
         slopes = load_slopes(slope_ptr, tile)
         halves = multiply(pipe, tile, WARPGROUP)
         row = tile // pipe.n_columns * TILE
@@ -140,10 +140,9 @@ def matmul_dsilu_hopper_kernel(
 
 
 def matmul_silu(target: Target, rows: Rows, width: int, dtype: torch.dtype, save: bool) -> Silu:
-    """Returns the launch that computes h [T, F] and, where `save`, the slope in the order of
-    registers.
+    """Returns the launch that computes h [T, F], and if `save` the slope in the order of registers.
 
-    It is called with x, read as `rows` say, and w [F, K], contiguous in x's dtype.
+    Call it with x, read as `rows` say, and w [F, K], contiguous in x's dtype.
     """
     of_out = dense(rows.n, width)
     kernel = Bound(
@@ -165,10 +164,7 @@ def matmul_silu(target: Target, rows: Rows, width: int, dtype: torch.dtype, save
 
 
 def matmul_dsilu(target: Target, rows: Rows, width: int, dtype: torch.dtype) -> DSilu:
-    """Returns the launch that computes dz [T, F].
-
-    Call it with dy, read as `rows` say, w [K, F], and the slope.
-    """
+    """Returns the launch of dz [T, F]: call it with dy, read as `rows` say, w [K, F], and slope."""
     of_out = dense(rows.n, width)
     kernel = Bound(
         matmul_dsilu_hopper_kernel, (target.multiprocessors,), rows.n, width // TILE.value,

@@ -1,13 +1,13 @@
-"""The MLP's products of inner width 512 for Hopper, of operands in 8 bits (e4m3).
+"""Computes the MLP's products of inner width 512 on Hopper, with operands in 8 bits (e4m3).
 
     forward     z = x wᵀ,  h = z·σ(z),  slope = σ(z)·(1 + z·(1 − σ(z)))
     backward    dz = (dy wᵀ)·slope
 
-As `tnp.ops._shared.hopper_silu`, whose slope they write and read, but operands are rows with scales
-(`tnp.ops._shared.rows_8bit`), w too, of the backward pass transposed: Hopper multiplies 8-bit
-operands only where both are contiguous along what is summed. h and dz are written in 8 bits for the
-product that follows, in units known before they are, and in 16 bits for the gradients of the
-weights.
+The kernels resemble `tnp.ops._shared.hopper_silu`, and use the same saved slope. Operands are rows
+with scales (`tnp.ops._shared.rows_8bit`), and so is w. The backward pass takes w transposed,
+because Hopper multiplies 8-bit operands only if both are contiguous along the summed dimension. h
+and dz are written in 8 bits for the next product, in units that are known beforehand, and in 16
+bits for the gradients of the weights.
 """
 
 import torch
@@ -38,14 +38,14 @@ from tnp.ops._shared.triton_silu_8bit import DSilu, Silu
 
 @gluon.jit
 def _of_rows(ptr, row, n_rows):
-    """Numbers of the 64 rows of a quarter; a power of two past the end."""
+    """Loads the numbers of a quarter's 64 rows; past the end they are a power of two."""
     rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, QUARTER_ACC))
     return gl.load(ptr + rows, mask=rows < n_rows, other=1.0)[:, None]
 
 
 @gluon.jit
 def _scaled(quarter, scales, row, column, n_rows):
-    """A quarter of the product, of the sums of products of 8 bits."""
+    """Returns a quarter of the product from the sums of 8-bit products."""
     columns = column + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, QUARTER_ACC))
     return quarter * _of_rows(scales[0], row, n_rows) * gl.load(scales[1] + columns)[None, :]
 
@@ -55,11 +55,11 @@ def _store(
     quarter, scales, desc, desc8, row, column, n_rows, buffers, buffers8,
     WARPGROUP: gl.constexpr, AT: gl.constexpr, IN_16: gl.constexpr, IN_8: gl.constexpr,
 ):  # fmt: skip
-    """Start the copies of a quarter in 16 bits and in 8, the latter in units of its rows."""
+    """Starts the copies of a quarter in 16 bits, and in 8 bits in units of its rows."""
     if IN_16:
         store_quarter(desc, quarter, row, column, buffers, WARPGROUP, AT, IN_16 + IN_8)
     if IN_8:
-        # Of a power of two, by its exponent: a division takes many instructions.
+        # The inverse of a power of two, by its exponent: a division takes many instructions.
         bits = _of_rows(scales[2], row, n_rows).to(gl.int32, bitcast=True)
         quarter = quarter * ((254 << 23) - bits).to(gl.float32, bitcast=True)
         store_quarter(desc8, quarter, row, column, buffers8, WARPGROUP, AT, IN_16 + IN_8)
@@ -95,7 +95,7 @@ def _dsilu(
     WARPGROUP: gl.constexpr, IN_16: gl.constexpr, IN_8: gl.constexpr,
 ):  # fmt: skip
     for tile in range(pipe.first + WARPGROUP, pipe.last, 2):
-        # Read before the product, beside which they arrive.
+        # Read before the product, so that they arrive meanwhile.
         slopes = load_slopes(slope_ptr, tile)
         halves = multiply(pipe, tile, WARPGROUP)
         row = tile // pipe.n_columns * TILE
@@ -115,7 +115,7 @@ def _dsilu(
 
 @gluon.jit
 def _buffers(desc):
-    """Two of each consumer."""
+    """Allocates two buffers for each consumer."""
     return gl.allocate_shared_memory(desc.dtype, [4] + desc.block_type.shape, desc.layout)
 
 
@@ -124,7 +124,7 @@ def matmul_silu_hopper_8bit_kernel(
     x_desc, w_desc, h8_desc, h_desc, slope_ptr, x_scale_ptr, w_scale_ptr, h_scale_ptr,
     n_rows, n_columns, K_BLOCKS: gl.constexpr, STAGES: gl.constexpr, SAVES: gl.constexpr,
 ):  # fmt: skip
-    """SAVES: h in 16 bits and the slope; without, `h_desc` and `slope_ptr` are never used."""
+    """Writes h8, and if SAVES also h in 16 bits and the slope, else not used."""
     pipe = pipeline(x_desc, w_desc, n_rows, n_columns, 1, K_BLOCKS, STAGES, False, 0)
     buffers8 = _buffers(h8_desc)
     buffers = _buffers(h_desc) if SAVES else buffers8
@@ -148,10 +148,7 @@ def matmul_dsilu_hopper_8bit_kernel(
     n_rows, n_columns, K_BLOCKS: gl.constexpr, STAGES: gl.constexpr,
     IN_16: gl.constexpr, IN_8: gl.constexpr,
 ):  # fmt: skip
-    """Writes dz8, dz, or both, as IN_8 and IN_16 ask.
-
-    A descriptor that is not asked for is never used.
-    """
+    """Writes dz8 if IN_8, and dz if IN_16. The descriptor of the other is not used."""
     pipe = pipeline(dy_desc, w_desc, n_rows, n_columns, 1, K_BLOCKS, STAGES, False, 0)
     buffers8 = _buffers(dz8_desc)
     buffers = _buffers(dz_desc)
@@ -176,10 +173,7 @@ _MAPS = (_HALF, _COLUMN, _HALF, _HALF)
 def matmul_silu(
     target: Target, shape: tuple[int, int], inner: int, dtype: torch.dtype, save: bool
 ) -> Silu:
-    """Does the same as `triton_silu_8bit.matmul_silu`.
-
-    The slope is saved in the order of registers.
-    """
+    """Does the same as `triton_silu_8bit.matmul_silu`, with the slope in registers' order."""
     n_rows, width = shape
     kernel = Bound(
         matmul_silu_hopper_8bit_kernel, (target.multiprocessors,), n_rows, width // TILE.value,
@@ -198,12 +192,7 @@ def matmul_silu(
 
 
 def matmul_dsilu(
-    target: Target,
-    shape: tuple[int, int],
-    inner: int,
-    dtype: torch.dtype,
-    in_16: bool,
-    in_8: bool,
+    target: Target, shape: tuple[int, int], inner: int, dtype: torch.dtype, in_16: bool, in_8: bool
 ) -> DSilu:
     """Does the same as `triton_silu_8bit.matmul_dsilu` from a slope in the order of registers."""
     n_rows, width = shape

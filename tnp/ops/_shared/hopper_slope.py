@@ -1,14 +1,14 @@
-"""The slope of SiLU on its way from a forward to a backward pass, for kernels on Hopper.
+"""Stores the slope of SiLU between a forward and a backward pass, for kernels on Hopper.
 
     slope = silu'(z) = σ(z)·(1 + z·(1 − σ(z)))
 
-It lies in memory in the order of a matmul's registers, which needs no shared memory, a thread
-writing 16 bytes at a time. Beside bfloat16 it is kept in 8 bits: a slope lies between −0.0998 and
-1.0998, and is code 22 + 212·slope. Zero and one, which most slopes are near, have codes of their
-own. It is off by 0.0014 in the root mean square, where bfloat16's own rounding of numbers between a
-half and one comes to 0.0011. float16 is finer, and keeps slopes as they are.
+It lies in memory in the order of a matmul's registers. So no shared memory is needed, and a thread
+writes 16 bytes at a time. With bfloat16 the slope is kept in 8 bits: it lies between −0.0998 and
+1.0998, and is stored as code 22 + 212·slope. Zero and one, near which most slopes are, are exact.
+The root mean square error is 0.0014; bfloat16's own rounding between a half and one has 0.0011.
+float16 is more precise, and keeps slopes in 16 bits.
 
-A slope that is no number gets some code: h, which is written beside it, shows what was wrong.
+A NaN slope gets an arbitrary code. h, which is written too, shows the NaN.
 """
 
 import torch
@@ -19,9 +19,9 @@ from triton.experimental.gluon import language as gl
 from tnp.ops._shared.hopper_matmul import BLOCK_K, QUARTER_ACC, ROWS, TILE
 
 ZERO, ONE = gl.constexpr(22), gl.constexpr(234)  # codes of these slopes
-# A float32 from 2²³ on has a whole number in its lowest bits: here, with ZERO, a code.
+# A float32 from 2²³ on has a whole number in its lowest bits: with ZERO added, a code.
 WHOLE = gl.constexpr(8388608.0)
-# A thread's 32 values of a quarter [64, 64] of a tile, so many at a time that they are 16 bytes.
+# A thread's 32 values of a quarter [64, 64] of a tile, in groups of 16 bytes.
 BY_8 = gl.constexpr(gl.BlockedLayout([1, 8], [32, 1], [4, 1], [1, 0]))
 BY_16 = gl.constexpr(gl.BlockedLayout([1, 16], [32, 1], [4, 1], [1, 0]))
 
@@ -34,11 +34,11 @@ def slope_place(tile, half: gl.constexpr, quarter: gl.constexpr):
 
 @gluon.jit
 def store_slope(ptr, slope):
-    """Write the slopes of a quarter in the order of its registers."""
-    # Warps, halves of an instruction's rows, rows, groups of columns, columns.
+    """Writes the slopes of a quarter in the order of its registers."""
+    # Dimensions: warps, halves of an instruction's rows, rows, groups of columns, columns.
     slope = gl.reshape(slope, [4, 2, 8, 2, 4, 4, 2])
     if ptr.dtype.element_ty == gl.uint8:
-        # The code is the lowest byte of each; four of them make a word.
+        # The code is the lowest byte of each number; four codes make a word.
         code = slope * (ONE - ZERO) + (WHOLE + ZERO)
         code = gl.reshape(gl.permute(code, (3, 0, 2, 5, 1, 4, 6)), [256, 16])
         code = gl.inline_asm_elementwise(
@@ -56,9 +56,7 @@ def store_slope(ptr, slope):
 
 @gluon.jit
 def load_slopes(ptr, tile):
-    """Loads the slopes of a tile's four quarters that `store_slope` wrote, as they lie in
-    registers.
-    """
+    """Loads the slopes of a tile's four quarters, which `store_slope` has written."""
     return (
         _load(ptr + slope_place(tile, 0, 0)),
         _load(ptr + slope_place(tile, 0, 1)),
@@ -79,7 +77,7 @@ def _load(ptr):
 def slope_of(loaded):
     """Returns the slopes of a quarter, [64, 64] in float32, from the values of `load_slopes`."""
     if loaded.dtype == gl.uint8:
-        # 1 + code / 2¹⁵: the code in the middle of a float32's digits.
+        # 1 + code / 2¹⁵: the code stands in the middle of a float32's significand.
         slope = gl.inline_asm_elementwise(
             "prmt.b32 $0, $4, 0x3f800000, 0x7604; prmt.b32 $1, $4, 0x3f800000, 0x7614;"
             " prmt.b32 $2, $4, 0x3f800000, 0x7624; prmt.b32 $3, $4, 0x3f800000, 0x7634;",
@@ -101,9 +99,7 @@ def _places(N: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 def new_saved(x: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    """Allocates the saved slopes where x lies, of the whole tiles of `shape`, beside results in
-    `dtype`.
-    """
+    """Allocates the slopes for whole tiles of `shape` on x's device, for results in `dtype`."""
     n_rows, width = shape
     dtype = torch.uint8 if dtype == torch.bfloat16 else dtype
     shape = triton.cdiv(n_rows, TILE.value) * TILE.value, width

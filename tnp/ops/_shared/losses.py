@@ -1,4 +1,4 @@
-"""Scales, in the backward pass, a gradient that the forward pass of a loss has made."""
+"""Scales, in the backward pass, the gradient that a loss's forward pass has computed."""
 
 import triton
 import triton.language as tl
@@ -23,10 +23,11 @@ def _scale_kernel(
 
 
 def scaling(n: int, with_per_target: bool = False) -> Bound:
-    """Returns the launch of dloss · factor · gradient of n numbers, rounded once from float32.
+    """Returns the launch that computes dloss · factor · gradient for n numbers, rounded once from
+    float32.
 
-    Called with the gradient, dloss, a float32 scalar that multiplies too where `with_per_target`
-    says so, the result, and the factor. Scalars stay on the device.
+    Call it with the gradient, dloss, a float32 scalar that also multiplies if `with_per_target`,
+    the result, and the factor. Scalars stay on the device.
     """
     return Bound(
         _scale_kernel, (triton.cdiv(n, SCALE_BLOCK),), n,

@@ -1,12 +1,13 @@
 """Shares code between RMSNorm and LayerNorm: configurations, and the backward pass of wide rows.
 
-Rows that fit into registers are read once (`rows` kernels, beside each operator). Beyond, where the
-weight, its gradient and the row itself are more than the registers of a multiprocessor hold, two
-kernels read x and the gradient twice: the first, beside each operator, finds the row's coefficients
+Rows that fit into registers are read once, by the `rows` kernels of each operator. For wider rows,
+the weight, its gradient and the row do not fit into the registers of a multiprocessor. Then two
+kernels read x and the gradient twice. The first, in each operator, finds the row's coefficients in
 
     dx = scale·dnormalized·weight + slope·(x − mean) + shift + dsum
 
-and the second, here, walks down the rows in stripes of columns, where dweight stays in registers.
+and the second, in this module, walks down the rows in stripes of columns, with dweight in
+registers.
 """
 
 from __future__ import annotations
@@ -23,26 +24,25 @@ from tnp.ops._shared.operands import dense
 from tnp.ops._shared.primitives import cast
 from tnp.ops._shared.rows import RowLayout, bound_sum, load_rows, programs, row_offsets
 
-# Of a block of rows in registers: 16 elements of a tensor a thread are two loads of 16 bytes each,
-# in 16 bits.
+# Elements of a tensor a thread in a block of rows: in 16 bits, they take two loads of 16 bytes.
 PER_THREAD = 16
-# Widths, padded, whose rows a program holds: 16 warps of 128 registers a thread.
+# The largest padded width of a row that a program holds: 16 warps of 128 registers a thread.
 MAX_HELD = 8192
-# Columns at a time of a row that is read in blocks, and warps: two loads of 16 bytes a thread.
+# Columns of a block of a wide row, and warps: two loads of 16 bytes a thread.
 BLOCK, BLOCK_WARPS = 4096, 8
-# Rows up to here, padded, share a program; wider ones have one or several warps of their own.
+# Rows up to this padded width share a program; a wider row has one or several warps.
 NARROW = 1024
 
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """Elements of 16 bits a program holds, or half as many of 32: rows padded to powers of two."""
+    """Sets the 16-bit elements of a program in padded rows; there are half as many of 32 bits."""
 
     elements: int
     num_warps: int
 
     def sizes(self, width: int, itemsize: int) -> dict[str, int]:
-        """Arguments of the kernels for rows of `width` elements of `itemsize` bytes."""
+        """Returns the arguments of the kernels for rows of `width` elements of `itemsize` bytes."""
         block_d = triton.next_power_of_2(width)
         rows = max(1, self.elements * 2 // itemsize // block_d)
         return {"D": width, "BLOCK_D": block_d, "ROWS": rows, "num_warps": self.num_warps}
@@ -50,7 +50,7 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig(ForwardConfig):
-    """Elements at a time, programs per multiprocessor, and stages of the loads ahead."""
+    """Sets elements at a time, programs per multiprocessor, and stages of prefetched loads."""
 
     per_multiprocessor: int
     num_stages: int
@@ -61,7 +61,7 @@ class BackwardConfig(ForwardConfig):
 
 @dataclass(frozen=True)
 class ColumnsConfig:
-    """Sets columns and rows of a tile, programs per multiprocessor, stages of the loads ahead."""
+    """Sets columns and rows of a tile, programs per multiprocessor, and prefetched stages."""
 
     columns: int
     rows: int
@@ -70,9 +70,9 @@ class ColumnsConfig:
     num_stages: int
 
 
-# The first of each: on an H200, 36,096 rows of 512 in bfloat16, cold, RMSNorm forward 38.0 µs,
-# others 38.3–39.4; backward with its reduction 41.7, others 42.3–55.7, where a warp on its own sums
-# rows by shuffles and twelve of them keep enough loads under way.
+# The first candidate is the fastest on an H200 for 36,096 rows of 512 in bfloat16, cold. RMSNorm
+# takes 38.0 µs forward (others 38.3–39.4) and 41.7 backward with its reduction (others 42.3–55.7).
+# There a single warp sums rows by shuffles, and twelve warps keep enough loads in flight.
 NARROW_FORWARD = (ForwardConfig(2048, 4), ForwardConfig(1024, 4), ForwardConfig(1024, 2))
 NARROW_BACKWARD = (
     BackwardConfig(512, 1, 12, 3),
@@ -89,20 +89,20 @@ def forward_configs(call: Call) -> tuple[ForwardConfig, ...]:
         return NARROW_FORWARD
     warps = block // PER_THREAD // 32
     found = ForwardConfig(block, warps), ForwardConfig(block, warps // 2)
-    # On an H200, RMSNorm of 4,096 columns: 128 rows 2.8 against 3.0 µs, 16,384 rows 68.7 against
-    # 66.2, of which the ceiling allows 63.
+    # On an H200, RMSNorm of 4,096 columns takes 2.8 against 3.0 µs for 128 rows, and 68.7 against
+    # 66.2 for 16,384 rows, where memory bandwidth allows 63.
     few = call.problem["rows"] <= 4 * call.target.multiprocessors
     return found if few else found[::-1]
 
 
 def backward_configs(call: Call) -> tuple[BackwardConfig, ...]:
-    """Returns candidates for rows held in registers, whose loads ahead fit into shared memory."""
+    """Returns candidates for rows held in registers, if prefetched loads fit into shared memory."""
     block = triton.next_power_of_2(call.problem["width"])
-    if block <= NARROW:  # 1,024 elements are too many for one warp: LayerNorm's takes 250 registers
+    if block <= NARROW:  # 1,024 elements are too many for one warp: LayerNorm takes 250 registers
         one, *others = NARROW_BACKWARD
         return NARROW_BACKWARD if block < NARROW else (*others, one)
     warps = block // PER_THREAD // 32
-    each = 16 // warps  # programs a multiprocessor has registers for
+    each = 16 // warps  # how many programs' registers a multiprocessor has
     ahead = 3 * block * call.problem.itemsize * each  # bytes of a stage of x and two gradients
     fitting = [n for n in (3, 2) if n * ahead <= call.target.shared_bytes]
     return tuple(BackwardConfig(block, warps, each, n) for n in (*fitting, 1))
@@ -128,9 +128,9 @@ def _norm_columns_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     HAS_DSUM: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
-    """Program (c, p) takes columns c and every `num_programs(1)`-th group of ROWS rows.
+    """Takes columns c and every `num_programs(1)`-th group of ROWS rows in program (c, p).
 
-    It writes the partial sums dweight[p] and, of what is centered, dbias[p] of its columns.
+    It writes the partial sums dweight[p], and if CENTERED dbias[p], of its columns.
     """
     offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     weight = tl.load(weight_ptr + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)
@@ -165,14 +165,14 @@ def _norm_columns_kernel(
 
 
 class ParameterSum:
-    """Gradients of parameters as sums of partials, one [D] a program, in a fixed order."""
+    """Sums gradients of parameters from partials, one [D] a program, in a fixed order."""
 
     def __init__(self, n_partials: int, width: int) -> None:
         self.layout, self.whole = dense(n_partials, width), dense(width)
         self.kernel = bound_sum(n_partials, width)
 
     def partials(self, x: torch.Tensor) -> torch.Tensor:
-        """Allocates partial sums where x lies."""
+        """Allocates partial sums on x's device."""
         return x.new_empty_strided(*self.layout, dtype=torch.float32)
 
     def of(self, partials: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -185,11 +185,11 @@ class ParameterSum:
 def columns_kernel(
     call: Call, config: ColumnsConfig, layouts: tuple[RowLayout, RowLayout, RowLayout], **kind: bool
 ) -> tuple[Bound, ParameterSum]:
-    """Returns the launch of `_norm_columns_kernel` and of the sum of its partials.
+    """Returns the launch of `_norm_columns_kernel`, and the launch that sums its partials.
 
     Args:
-        call, config: what is to be computed, and how.
-        layouts: of dnormalized, of dsum or what is handed over in its place, and of x.
+        call, config: the call to serve, and the configuration.
+        layouts: the layouts of dnormalized, of dsum or its replacement, and of x.
         kind: HAS_DSUM and CENTERED.
     """
     n_rows, width = call.problem["rows"], call.problem["width"]

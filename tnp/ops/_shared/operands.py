@@ -1,7 +1,7 @@
 """Reads the inputs of operators on rows: x as a matrix, weights cast and padded.
 
-All of it is decided from the tensors of a plan, whose layout those of every call share. The last
-dimension of what a kernel reads is contiguous; rows may lie further apart.
+All decisions are made once for a plan, because the tensors of all its calls have the same layout.
+The last dimension of a kernel's operand is contiguous; rows may lie further apart.
 """
 
 from collections.abc import Callable
@@ -14,22 +14,23 @@ import torch.nn.functional as F
 from tnp.dispatch.spec import Call, Reason
 from tnp.ops._shared.casting import cast_weight
 
-# Hidden widths are padded to multiples of this many units: what Triton knows to be a multiple of 16
-# it loads 16 bytes at a time.
+# Hidden widths are padded to multiples of this many units. If Triton knows a multiple of 16, it
+# loads 16 bytes at a time.
 HIDDEN_MULTIPLE = 16
-# What TMA wants addresses, and the distance of rows, to be multiples of: bytes.
+# TMA needs addresses, and the distance of rows, in multiples of this many bytes.
 TMA_MULTIPLE = 16
 
 Read = Callable[[torch.Tensor], torch.Tensor]
 Many = tuple[torch.Tensor | None, ...]
-Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides, as new_empty_strided takes
+# shape and strides, the arguments of new_empty_strided
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def dense(*shape: int) -> Layout:
     """Returns the shape and strides of contiguous memory, for `x.new_empty_strided(*layout)`.
 
-    A launch makes its layouts once: that call then takes the host 0.9 µs, where
-    `x.new_empty(x.shape)` takes 2.1.
+    A launch makes its layouts once. Each call then takes the host 0.9 µs; `x.new_empty(x.shape)`
+    takes 2.1.
     """
     strides, step = [], 1
     for size in reversed(shape):
@@ -39,14 +40,12 @@ def dense(*shape: int) -> Layout:
 
 
 def hidden_width(d_ff: int) -> int:
-    """Rounds d_ff up to a width that the kernels multiply."""
+    """Returns d_ff, rounded up to a width that the kernels multiply."""
     return -(-d_ff // HIDDEN_MULTIPLE) * HIDDEN_MULTIPLE
 
 
 def saves_rows(call: Call, most: int) -> Reason:
-    """Returns why a forward kernel that saves at most `most` hidden rows does not serve a call, or
-    None.
-    """
+    """Returns why a kernel that saves up to `most` hidden rows cannot serve a call, or None."""
     if not call.wanted:
         return "it saves for a backward pass that is not wanted"
     if call.problem["rows"] > most:
@@ -58,26 +57,26 @@ def saves_rows(call: Call, most: int) -> Reason:
 class Rows:
     """Reads x [..., D] as a matrix [n, width] whose rows are contiguous.
 
-    `pointed(x)` starts where the matrix does, whatever its shape, which is enough for a kernel that
-    has sizes and strides; `matrix(x)` is the matrix itself.
+    `pointed(x)` starts at the matrix's address and may have any shape: that is enough for a kernel
+    that takes sizes and strides. `matrix(x)` is the matrix itself.
     """
 
     n: int
     width: int
-    stride: int  # from a row to the next
+    stride: int  # from one row to the next
     pointed: Read
     matrix: Read
 
 
 def rows_of(x: torch.Tensor, tma: bool = False, contiguous: bool = False) -> Rows:
-    """Returns how a tensor [..., D] that has rows is read.
+    """Returns how to read a tensor [..., D] as rows.
 
-    It is read where it lies if it can be, and copied at every call if not.
+    It is read in place if possible, and else copied at every call.
 
     Args:
         x: any tensor of the plan's layout.
-        tma: rows must start at multiples of 16 bytes, and none may be there twice.
-        contiguous: they must follow one another.
+        tma: rows must start at multiples of 16 bytes, and may not overlap.
+        contiguous: rows must follow one another.
     """
     width, flat = x.shape[-1], x.dim() == 2
     n = x.numel() // width
@@ -127,7 +126,7 @@ def reach(x: torch.Tensor, dims: tuple[int, ...]) -> int:
 
 
 def _collapses(x: torch.Tensor) -> bool:
-    """Returns whether all dimensions but the last are one, without a copy."""
+    """Returns whether all dimensions but the last can be viewed as one."""
     sizes = zip(x.shape[:-1], x.stride()[:-1], strict=True)
     apart = [pair for pair in sizes if pair[0] != 1]
     pairs = zip(apart, apart[1:], strict=False)
@@ -141,13 +140,13 @@ def _itself(x: Any) -> Any:
 def weights(
     up: torch.Tensor, down: torch.Tensor, dtype: torch.dtype, tma: bool = False
 ) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """Returns a function that gives up [..., F, D] and down [..., O, F] in `dtype`, contiguous.
+    """Returns a function that returns up [..., F, D] and down [..., O, F] in `dtype`, contiguous.
 
-    F is zero-padded where it must be, which is exact: silu(0) = 0.
+    F is zero-padded if necessary, which is exact: silu(0) = 0.
     """
     padding = hidden_width(up.shape[-2]) - up.shape[-2]
     as_it_is = not padding and up.is_contiguous() and down.is_contiguous()
-    # A cast is a new tensor, and starts where the allocator lets it.
+    # A cast is a new tensor, which the allocator aligns.
     moved = tma and any(w.dtype == dtype and w.data_ptr() % TMA_MULTIPLE for w in (up, down))
     if as_it_is and not moved:
         return lambda up, down: (cast_weight(up, dtype), cast_weight(down, dtype))
@@ -166,12 +165,12 @@ def weights(
 
 
 def of_up(up: torch.Tensor) -> Read:
-    """Returns a function that turns a float32 gradient of the cast, padded up into that of `up`."""
+    """Returns a function from the float32 gradient of padded up to the gradient of `up`."""
     return _unpadded(up, -2, up.shape[-2])
 
 
 def of_down(down: torch.Tensor) -> Read:
-    """Returns the same for down."""
+    """Returns the same function for down."""
     return _unpadded(down, -1, down.shape[-1])
 
 

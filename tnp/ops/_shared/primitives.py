@@ -1,6 +1,4 @@
-"""Shares code between the Triton kernels of all operators: rounding, matmuls, launch
-configurations.
-"""
+"""Shares code between all Triton kernels: rounding, matmuls, launch configurations."""
 
 from dataclasses import asdict, dataclass
 
@@ -8,24 +6,24 @@ import triton
 import triton.language as tl
 
 # Triton's interpreter (3.6 to 3.9) computes bfloat16 dots wrongly and truncates where a GPU rounds:
-# `dot` upcasts there, and `cast` rounds first. Of e4m3 it takes the code of NaN for a number.
+# `dot` upcasts there, and `cast` rounds first. It also takes e4m3's code of NaN for a number.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 # Three TF32 products per float32 product: float32's accuracy on the tensor cores. The exact product
-# ("ieee") runs on the FMA units, where the compiler keeps whole tiles in a thread and spills.
+# ("ieee") runs on the FMA units. There the compiler keeps whole tiles in a thread, and spills.
 FLOAT32_PRECISION = tl.constexpr("tf32x3")
 
-# The largest number of e4m3, and what its code of NaN would be if it were one.
+# The largest number of e4m3, and the number that its code of NaN would be.
 E4M3_MAX = tl.constexpr(448.0)
 E4M3_NAN = tl.constexpr(480.0)
 
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Sets what a kernel is launched with: sizes of tiles, warps, software-pipeline depth."""
+    """Sets how a kernel is launched: sizes of tiles, warps, stages of the software pipeline."""
 
     def kernel_arguments(self) -> dict[str, int]:
-        """Returns the sizes in capitals, as the kernels name them."""
+        """Returns the sizes by their names in kernels, which are in capitals."""
         options = ("num_warps", "num_stages")
         fields = asdict(self).items()
         return {name if name in options else name.upper(): value for name, value in fields}
@@ -33,7 +31,7 @@ class KernelConfig:
 
 @triton.jit
 def cast(x, dtype: tl.constexpr):
-    """float32 x in `dtype`, rounded to nearest; in e4m3 what is too large becomes the largest."""
+    """Returns float32 x in `dtype`, rounded to nearest; e4m3 clamps to its largest number."""
     if INTERPRETED and dtype == tl.bfloat16:
         # Dekker's split: the upper 8 bits of the significand, rounded; the cast is then exact.
         shifted = x * 65537.0
@@ -49,9 +47,7 @@ def cast(x, dtype: tl.constexpr):
 
 @triton.jit
 def exponent(largest, LEAST: tl.constexpr):
-    """Returns the smallest e from LEAST on with largest ≤ 448 · 2^e, of a float32 that is not
-    negative.
-    """
+    """Returns the smallest e from LEAST on with largest ≤ 448 · 2^e, for float32 largest ≥ 0."""
     # 448 = 1.75 · 2^8: a significand above 1.75 carries into the exponent.
     bits = largest.to(tl.int32, bitcast=True) + 0x1FFFFF
     return tl.maximum((bits >> 23) - (127 + 8), LEAST)
@@ -59,7 +55,7 @@ def exponent(largest, LEAST: tl.constexpr):
 
 @triton.jit
 def power(e):
-    """Returns 2^e in float32, exactly, of an int32 between −126 and 127."""
+    """Returns 2^e in float32, exactly, for an int32 between −126 and 127."""
     return ((e + 127) << 23).to(tl.float32, bitcast=True)
 
 
@@ -71,7 +67,7 @@ def inverse(largest, e):
 
 @triton.jit
 def widened(x):
-    """Returns operand x of a product in float32, as the interpreter needs it."""
+    """Returns operand x of a product in float32 in the interpreter, and else unchanged."""
     wide = x.to(tl.float32)
     if x.dtype == tl.float8e4nv:
         wide = tl.where(tl.abs(wide) == E4M3_NAN, float("nan"), wide)
@@ -80,7 +76,7 @@ def widened(x):
 
 @triton.jit
 def dot(a, b, PRECISION: tl.constexpr = FLOAT32_PRECISION):
-    """Multiplies a @ b, accumulated in float32, to float32's own accuracy for float32 operands."""
+    """Multiplies a @ b in float32 sums, with float32's full accuracy for float32 operands."""
     if INTERPRETED:
         return tl.dot(widened(a), widened(b), input_precision=PRECISION)
     return tl.dot(a, b, input_precision=PRECISION)
@@ -104,9 +100,7 @@ def key_count(n_keys_ptr, b, n_k, HAS_N_KEYS: tl.constexpr):
 
 @triton.jit
 def nan_outside(x, n_keys_ptr, b, n_k, COUNTED: tl.constexpr):
-    """Returns x, or NaN where sample b's number of keys lies outside 1 … n_k, which `key_count`
-    clamps.
-    """
+    """Returns x, or NaN if sample b's n_keys lie outside 1 … n_k, which `key_count` clamps."""
     if COUNTED:
         n_keys = tl.load(n_keys_ptr + b)
         x = tl.where((n_keys >= 1) & (n_keys <= n_k), x, float("nan"))

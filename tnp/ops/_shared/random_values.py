@@ -1,6 +1,4 @@
-"""Draws random values for gates and benchmarks: of inputs, for which `Operator.draw` is handed a
-`Random`, and of the gradients that arrive at outputs.
-"""
+"""Draws random inputs and gradients of outputs, for gates and benchmarks."""
 
 import math
 
@@ -10,12 +8,12 @@ from tnp.dispatch.spec import Case
 
 
 class Random:
-    """Draws normal numbers of a case, the same for the same seed; uninitialized on the meta device.
+    """Draws normal numbers for a case, equal for equal seeds; uninitialized on the meta device.
 
     Args:
-        case: whose activations' dtype is the default.
+        case: the case; its activations' dtype is the default.
         device: where the tensors lie.
-        seed: what the numbers are a function of, with the case.
+        seed: together with the case, decides the numbers.
     """
 
     def __init__(self, case: Case, device: torch.device, seed: int = 0) -> None:
@@ -24,15 +22,15 @@ class Random:
         self._generator = None if self.meta else torch.Generator(device).manual_seed(seed)
 
     def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Draws normal numbers, in the activations' dtype unless `dtype` says another."""
+        """Draws normal numbers in `dtype`, or in the activations' dtype."""
         if self.meta:
             return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
-        # Drawn in float32: float64 and 16 bits hold the same numbers, rounded.
+        # Numbers are drawn in float32, so float64 and 16 bits hold the same numbers, rounded.
         drawn = torch.randn(shape, device=self.device, generator=self._generator)
         return drawn.to(dtype or self.dtype)
 
     def weight(self, *shape: int) -> torch.Tensor:
-        """Draws a float32 parameter, scaled by its fan-in, the last dimension."""
+        """Draws a float32 parameter, scaled by its fan-in, which is the last dimension."""
         return self(*shape, dtype=torch.float32) / math.sqrt(max(1, shape[-1]))
 
     def integers(
@@ -47,22 +45,24 @@ class Random:
 
 
 class Upstream:
-    """Gradients that arrive at an operator's outputs: normal, of a number 1, the same every time.
+    """Draws the gradients of an operator's outputs.
 
-    `draw` may give an output's gradient itself, by the name "d" + output, where a model's has a
-    layout of its own.
+    They are normal, with deviation 1, and equal every time.
+
+    `draw` may return an output's gradient itself, by the name "d" + output, if it has another
+    layout in a model.
 
     Args:
-        random: what numbers are drawn from.
-        drawn: what `Operator.draw` gave.
+        random: draws the numbers.
+        drawn: the tensors of `Operator.draw`.
     """
 
     def __init__(self, random: Random, drawn: dict) -> None:
         self._random, self._drawn = random, drawn
-        self.known: dict[str, torch.Tensor] = {}  # by output, those that were asked for
+        self.known: dict[str, torch.Tensor] = {}  # by output, the gradients drawn so far
 
     def __call__(self, output: str, like: torch.Tensor) -> torch.Tensor:
-        """Draws the gradient of an output that looks like this, in its dtype."""
+        """Draws the gradient of an output with the shape and dtype of `like`."""
         if output not in self.known:
             found, shape = self._drawn.get(f"d{output}"), tuple(like.shape)
             if found is None:

@@ -1,6 +1,6 @@
-"""Assertions on the device of numbers that say how long something is, or where it lies.
+"""Asserts on the device that numbers, such as lengths or places, are in range.
 
-Without them a number out of range makes the results of its sequence NaN.
+Without assertions, a number out of range makes the results of its sequence NaN.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,29 +1,28 @@
-"""Estimates the error that float32 leaves in a result, whoever computes it.
+"""Estimates the rounding error of a result in float32, for any implementation.
 
-A floor is computed in float64 from the inputs alone. One rounding is off by at most u = 2⁻²⁴ of
-what it rounds; evenly spread, its variance is u²/3 times the square. Roundings count as
-independent, and first derivatives carry their variances to the result. A floor is the square root
-of all these variances added up over a result's elements: what ‖computed − exact‖ is expected to be.
-docs/decisions/008-error-budget.md says the same in words.
+A floor is computed in float64 from the inputs alone. One rounding changes a number by at most its
+share u = 2⁻²⁴. If the change is evenly spread, its variance is u²/3 times the square of the number.
+Roundings count as independent, and first derivatives carry their variances to the result. A floor
+is the square root of these variances, summed over a result's elements. It estimates ‖computed −
+exact‖. docs/decisions/008-error-budget.md says the same in words.
 """
 
 import torch
 
-# Variance of one rounding to float32, relative to the square of what is rounded.
+# The variance of one rounding to float32, relative to the square of the number.
 ROUNDING = 2.0**-48 / 3
-# An exponential or a logarithm on a GPU is right to two units in the last place, which are 4 u.
+# An exponential or a logarithm on a GPU is accurate to two units in the last place, which are 4 u.
 EXPONENTIAL = 16 * ROUNDING
 
 Floors = dict[str, float]  # by the result's name
 
 
 def of_sum(n: int | torch.Tensor, total: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
-    """Returns the variance of a float32 sum of n products, of their exact sum and the sum of their
-    squares.
+    """Returns the variance of a float32 sum of n products, from their exact sum and sum of squares.
 
-    Products are added one after the other, the longest way, in an order that has nothing to do with
-    their sizes. Then the squares of all partial sums come to (n + 1)(2 total² + squares)/6. Each
-    partial sum is rounded, and so is each product.
+    Products are assumed to be added one after the other, in an order independent of their sizes.
+    The squares of all partial sums then add up to (n + 1)(2 total² + squares)/6. Each partial sum
+    is rounded, and so is each product.
     """
     return ROUNDING * ((n + 1) / 6 * (2 * total.square() + squares) + squares)
 
@@ -41,16 +40,16 @@ def attention(
     scale: float,
     seen: torch.Tensor | None = None,
 ) -> Floors:
-    """Floors of o, dq, dk, dv, and of lse in nats.
+    """Returns the floors of o, dq, dk, dv, and of lse in nats.
 
     q and do [B, H, n_q, D], k and v [B, H_kv, n_k, D]; `seen` broadcasts to [B, 1, n_q, n_k] and
-    says which keys a query sees. A head at a time to bound the memory.
+    says which keys a query sees. Heads are computed one at a time to limit the memory.
     """
     sums: dict[str, torch.Tensor] = {}
     for b in range(q.shape[0]):
         of_sample = None if seen is None else seen.expand(q.shape[0], 1, *seen.shape[-2:])[b, 0]
         for h in range(q.shape[1]):
-            at = h * k.shape[1] // q.shape[1]  # of grouped heads several share keys
+            at = h * k.shape[1] // q.shape[1]  # grouped heads share keys
             rows = (q[b, h], k[b, at], v[b, at], do[b, h])
             variances = _head(*(x.detach().double() for x in rows), scale, of_sample)
             for name, variance in variances.items():
@@ -66,7 +65,7 @@ def _head(
     scale: float,
     seen: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
-    """Variances of one head's results; what sees no key and what is not seen has none."""
+    """Returns the variances of one head's results; 0 where nothing is seen."""
     n_keys = len(k)
     if seen is not None:
         seen = seen.expand(len(q), len(k))
@@ -78,18 +77,18 @@ def _head(
     hidden = scores if seen is None else scores.masked_fill(~seen, float("-inf"))
     lse = hidden.logsumexp(-1, keepdim=True)
     p = (hidden - lse).exp()
-    # What a score is off by, its weight is off by too, relative to the weight. A score is rounded
-    # once more when its scale is applied, and that scale, to base 2, is rounded itself.
+    # The error of a score is the relative error of its weight. A score is rounded once more when
+    # its scale is applied, and the scale to base 2 is rounded itself.
     weight = of_product(q, k.mT) + 2 * ROUNDING * scores.square() + EXPONENTIAL
 
-    # o = Σ p v / Σ p: a weight that is off moves o along v − o.
+    # o = Σ p v / Σ p: an error in a weight moves o along v − o.
     o = p @ v
     moved = p.square() * weight
     spread = moved @ v.square() - 2 * o * (moved @ v) + o.square() * moved.sum(-1, keepdim=True)
     total = of_sum(n_keys, torch.ones_like(lse), p.square().sum(-1, keepdim=True))
     var_o = spread + of_product(p, v) + o.square() * (total + 2 * ROUNDING)
 
-    # lse is a maximum, rounded, and a logarithm added to it, rounded again.
+    # lse is a rounded maximum plus a logarithm, and the sum is rounded again.
     var_lse = moved.sum(-1, keepdim=True) + total + 2 * ROUNDING * lse.square() + EXPONENTIAL
 
     # The backward pass computes p = exp(s − lse) and ds = p (dp − delta), dp = do·v, delta = do·o.
@@ -98,7 +97,7 @@ def _head(
     var_delta = var_delta + (do.square() * var_o).sum(-1, keepdim=True)
     ds = p * (do @ v.mT - delta)
     var_ds = ds.square() * (weight + 2 * ROUNDING) + p.square() * of_product(do, v.mT)
-    # lse and delta are a row's: what they are off by adds up over its keys, not over queries.
+    # lse and delta belong to a row: their errors add up over its keys, not over queries.
     dq = ds @ k
     var_dq = var_ds @ k.square() + var_lse * dq.square() + var_delta * (p @ k).square()
     var_ds_of_keys = var_ds + var_lse * ds.square() + var_delta * p.square()

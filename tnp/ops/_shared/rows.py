@@ -12,25 +12,22 @@ from tnp.dispatch.devices import Target
 from tnp.dispatch.launcher import Bound
 from tnp.ops._shared.primitives import cast
 
-# Columns a program of the reduction owns (one sector of float32), and partials it reads at a time.
+# Columns that a program of the reduction owns (one sector of float32), and partials that it reads
+# at a time.
 SUM_COLUMNS = 8
 SUM_ROWS = 512
 
 
 def as_batches(x: torch.Tensor) -> torch.Tensor:
-    """Returns [..., D] as [B, L, D]: a view, or a copy where more dimensions than two do not
-    collapse.
-    """
+    """Returns [..., D] as [B, L, D]: a view, or a copy if strides allow no view."""
     return x[(None,) * (3 - x.dim())] if x.dim() < 3 else x.flatten(0, -3)
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Describes how a kernel reads [..., D] as rows of [B, L, D], each contiguous: see
-    `row_offsets`.
-    """
+    """Describes how a kernel reads [..., D] as contiguous rows of [B, L, D]: see `row_offsets`."""
 
-    copied: bool  # because the tensor itself cannot be read so
+    copied: bool  # the tensor itself cannot be read in this way
     n_inner: int  # L
     strides: tuple[int, int]  # of B and L
 
@@ -46,7 +43,7 @@ def row_layout(x: torch.Tensor) -> RowLayout:
     if x.stride(-1) == 1 or width == 1:
         try:
             return RowLayout(False, n_inner, x.view(-1, n_inner, width).stride()[:2])
-        except RuntimeError:  # more dimensions than two do not collapse
+        except RuntimeError:  # the leading dimensions do not collapse to two
             pass
     return RowLayout(True, n_inner, (n_inner * width, width))
 
@@ -64,7 +61,7 @@ def load_rows(ptr, offs, mask):
 
 
 def programs(target: Target, per_multiprocessor: int, n_tiles: int) -> int:
-    """Programs that walk `n_tiles` tiles: what the target holds at once, at least one tile each."""
+    """Returns how many programs walk `n_tiles` tiles: as many as fit, each with a tile."""
     return min(per_multiprocessor * target.multiprocessors, n_tiles)
 
 
@@ -84,10 +81,11 @@ def _sum_partials_kernel(
 
 
 def bound_sum(n_partials: int, n: int) -> Bound:
-    """Returns the launch of (partials [n_partials, n], out [n] in any dtype, scale): scale · Σ_p
-    partials[p].
+    """Returns the launch that writes scale · Σ_p partials[p].
 
-    In float32, in an order that the sizes alone decide.
+    Call it with (partials [n_partials, n], out [n] in any dtype, scale).
+
+    It sums in float32, in an order that depends only on the sizes.
     """
     return Bound(
         _sum_partials_kernel, (triton.cdiv(n, SUM_COLUMNS),), n_partials, n,

@@ -1,15 +1,16 @@
-"""Rows of a matrix in 8 bits (e4m3), each with a power of two as its scale: one launch of Triton.
+"""Quantizes rows of a matrix to 8 bits (e4m3), each with a power of two as its scale, in one
+launch.
 
     x [R, C] → x8 [R, C] e4m3, scale [R] float32,  x ≈ scale · x8
 
-A scale is the smallest power of two with which the row's largest element is at most 448, what e4m3
-holds. A row that holds infinity becomes NaN: its scale would hide it otherwise. NaN stays.
+A scale is the smallest power of two with which the row's largest element is at most 448, the
+largest number of e4m3. A row with an infinity becomes NaN, because its scale would hide it. NaN
+stays NaN.
 
 Elements of a product x wᵀ are at most ‖x_t‖ · max_f ‖w_f‖ (Cauchy–Schwarz), which is known before
-the product is. So w is quantized first and leaves the largest norm of its rows; when x is
-quantized, it gives the scales with which rows of what follows from the product can be rounded as
-they are made. That bound is some powers of two too high: a floating-point format loses nothing by
-it but the smallest numbers.
+the product. So w is quantized first, and saves the largest norm of its rows. When x is quantized,
+that norm gives the scales of the product's rows, which can be rounded at once. The bound is some
+powers of two too high. In a floating-point format, this loses only the smallest numbers.
 """
 
 from collections.abc import Callable
@@ -25,25 +26,25 @@ from tnp.ops._shared.e4m3 import LEAST
 from tnp.ops._shared.primitives import cast, exponent, inverse, power
 
 E4M3 = torch.float8_e4m3fn
-ELEMENTS = 8192  # of a program: 64 of a thread
-WIDEST = 2048  # columns that a program keeps; of more it reads each twice
+ELEMENTS = 8192  # of a program: 64 for each thread
+WIDEST = 2048  # the most columns that a program keeps; it reads wider rows twice
 NUM_WARPS = 4
 _LEAST = tl.constexpr(LEAST)
 
 
 class InRows(NamedTuple):
-    """A matrix in 8 bits."""
+    """Holds a matrix in 8 bits."""
 
     x: Tensor  # [R, C] e4m3, contiguous
     scale: Tensor  # [R] float32
-    # float32: without norms given, the largest row norm of each program's rows; with them, [R],
-    # scales of the rows of what follows from the product.
+    # float32: without given norms, the largest row norm of each program's rows. With norms, [R],
+    # the scales of the product's rows.
     bound: Tensor
 
 
 @triton.jit
 def _load(x_ptr, rows, columns, n_rows, n_columns, stride_row, stride_column):
-    """Float32 elements; 0 past the ends."""
+    """Loads elements as float32; they are 0 past the ends."""
     at = rows.to(tl.int64)[:, None] * stride_row + columns.to(tl.int64)[None, :] * stride_column
     mask = (rows < n_rows)[:, None] & (columns < n_columns)[None, :]
     return tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -56,7 +57,7 @@ def _quantize_rows_kernel(
     WHOLE: tl.constexpr, HAS_NORMS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """A program takes BLOCK_R rows. WHOLE: they have at most BLOCK_C columns."""
+    """Quantizes BLOCK_R rows a program. WHOLE: rows have at most BLOCK_C columns."""
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     columns = tl.arange(0, BLOCK_C)
     if WHOLE:
@@ -69,7 +70,7 @@ def _quantize_rows_kernel(
             largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
     e = exponent(largest, _LEAST)
     units = inverse(largest, e)[:, None]
-    # Of scaled elements: squares neither overflow nor vanish.
+    # Of scaled elements, so that squares neither overflow nor vanish.
     squares = tl.zeros([BLOCK_R], tl.float32)
     x8_ptrs = x8_ptr + rows.to(tl.int64)[:, None] * n_out_columns
     mask = (rows < n_out_rows)[:, None]
@@ -105,15 +106,15 @@ def rows_quantizer(
 ) -> Callable[..., InRows]:
     """Returns a function that quantizes tensors with the strides of x.
 
-    It is called with the tensor, and where there are norms with those, the `bound` of another
-    matrix, and the factor by which elements of what follows may exceed those of the product.
+    Call it with the tensor. If there are norms, also pass the `bound` of the other matrix, and the
+    factor by which results may exceed the product's elements.
 
     Args:
         x: of any float dtype.
-        shape: of the matrix, from the tensor's first element on.
-        strides: of the matrix.
-        padded: what it is filled up to with zeros; the shape where None.
-        norms: how many norms of another matrix are given; 0: none.
+        shape: the matrix's shape, from the tensor's first element on.
+        strides: the matrix's strides.
+        padded: the shape after padding with zeros; None: no padding.
+        norms: how many norms of another matrix are given.
     """
     n_rows, n_columns = shape
     out_rows, out_columns = padded or shape
@@ -145,19 +146,19 @@ def n_norms(shape: tuple[int, int]) -> int:
 
 
 def _block(n_columns: int) -> tuple[int, int]:
-    """Rows and columns that a program keeps."""
+    """Returns the rows and columns that a program keeps."""
     block_c = min(max(triton.next_power_of_2(n_columns), 16), WIDEST)
     return max(ELEMENTS // block_c, 1), block_c
 
 
 def row_product(like: Tensor) -> Callable[[Tensor, Tensor, InRows], Tensor]:
-    """Returns a function that multiplies rows [T, C] in 8 bits, with their scales [T], by wᵀ of w
-    [N, C]: [T, N] bfloat16, or in the dtype of `like` where that is not on CUDA.
+    """Returns a function that multiplies 8-bit rows [T, C], with their scales [T], by wᵀ, where w
+    is [N, C]. The result is [T, N] in bfloat16, or in the dtype of `like` if that is not on CUDA.
     """
 
     def product(x8: Tensor, scale: Tensor, w: InRows) -> Tensor:
-        # The tensor cores' own sums keep some 13 bits: with `use_fast_accum` they would be the
-        # whole sum's.
+        # The tensor cores' own sums keep about 13 bits. `use_fast_accum` would use them for the
+        # whole sum.
         return torch._scaled_mm(
             x8, w.x.t(), scale_a=scale.view(-1, 1), scale_b=w.scale.view(1, -1),
             out_dtype=torch.bfloat16, use_fast_accum=False,

@@ -1,4 +1,4 @@
-"""Matrix products with SiLU in the epilogue, in portable Triton.
+"""Computes matrix products with SiLU in the epilogue, in portable Triton.
 
     matmul_silu     z = x wᵀ, h = silu(z)             x [T, K], w [N, K], z and h [T, N]
     matmul_dsilu    dz = (dy w) ∘ silu'(z)            dy [T, K], w [K, N], z and dz [T, N]
@@ -22,11 +22,11 @@ from tnp.dispatch.launcher import Bound
 from tnp.ops._shared.operands import Rows, dense
 from tnp.ops._shared.primitives import INTERPRETED, KernelConfig, add_dot, cast
 
-# (x, w) → h and what is saved of z; (dy, w, saved) → dz.
+# (x, w) → h and the saved z or slope; (dy, w, saved) → dz.
 Silu = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 DSilu = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-# Row tiles of a group, which walks all columns before the next one starts.
+# Row tiles of a group. A group walks all columns before the next group starts.
 GROUP_M = tl.constexpr(8)
 
 
@@ -41,8 +41,8 @@ class MatmulConfig(KernelConfig):
     num_stages: int
 
 
-# By bytes per element; none spills on any target. In 8 bits a tile of 128 columns does (sm_100a,
-# triton 3.6), where the backward epilogue writes both results.
+# By bytes per element; none spills on any target. In 8 bits a tile of 128 columns spills if the
+# backward epilogue writes both results (sm_100a, triton 3.6).
 CONFIGS = {
     1: MatmulConfig(128, 64, 64, 8, 3),
     2: MatmulConfig(128, 128, 64, 8, 3),
@@ -55,7 +55,8 @@ def sigmoid(z, dtype: tl.constexpr):
     """Computes σ(z) in float32, accurate enough for results in `dtype`."""
     if INTERPRETED or dtype != tl.bfloat16:
         return 1.0 / (1.0 + tl.exp(-z))
-    # One special-function operation for two: off by at most 2⁻¹², an eighth of bfloat16's rounding.
+    # One special-function operation instead of two. Its error is at most 2⁻¹², an eighth of
+    # bfloat16's.
     tanh = tl.inline_asm_elementwise(
         "tanh.approx.f32 $0, $1;", "=f,f", [0.5 * z], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -117,7 +118,7 @@ def product_tile(
     W_IS_KN: tl.constexpr, K_MASKED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Computes rows offs_m and columns offs_n of a wᵀ, or of a w where w is [K, N]; float32."""
+    """Computes rows offs_m and columns offs_n of a wᵀ, or of a w if w is [K, N], in float32."""
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start_k in tl.range(0, n_inner, BLOCK_K):
         offs_k = start_k + tl.arange(0, BLOCK_K)
@@ -139,7 +140,8 @@ def _matmul_kernel(
 ):  # fmt: skip
     """Multiplies x wᵀ.
 
-    EPILOGUE "silu" writes h, "silu_and_z" z too, "dsilu" reads z; z and out are contiguous.
+    EPILOGUE "silu" writes h, "silu_and_z" writes h and z, "dsilu" reads z. z and out are
+    contiguous.
     """
     offs_m, offs_n = offsets(n_rows, n_columns, BLOCK_M, BLOCK_N)
     acc = product_tile(
@@ -170,10 +172,9 @@ def _bound(
 
 
 def matmul_silu(target: Target, rows: Rows, width: int, dtype: torch.dtype, save: bool) -> Silu:
-    """Returns the launch that computes h = silu(x wᵀ) and, where `save`, z = x wᵀ, both [T, N] in
-    x's dtype.
+    """Returns the launch that computes h = silu(x wᵀ), and if `save` z = x wᵀ, [T, N] in x's dtype.
 
-    It is called with x, read as `rows` say, and w [N, K], contiguous in x's dtype.
+    Call it with x, read as `rows` say, and w [N, K], contiguous in x's dtype.
     """
     epilogue = "silu_and_z" if save else "silu"
     kernel = _bound(rows, width, rows.width, dtype.itemsize, epilogue, w_is_kn=False)
@@ -191,7 +192,7 @@ def matmul_silu(target: Target, rows: Rows, width: int, dtype: torch.dtype, save
 def matmul_dsilu(target: Target, rows: Rows, width: int, dtype: torch.dtype) -> DSilu:
     """Returns the launch that computes dz = (dy w) ∘ silu'(z), [T, N] in dy's dtype.
 
-    It is called with dy, read as `rows` say, w [K, N], contiguous in dy's dtype, and z.
+    Call it with dy, read as `rows` say, w [K, N], contiguous in dy's dtype, and z.
     """
     kernel = _bound(rows, width, width, dtype.itemsize, "dsilu", w_is_kn=True)
     of_out = dense(rows.n, width)
@@ -205,5 +206,5 @@ def matmul_dsilu(target: Target, rows: Rows, width: int, dtype: torch.dtype) -> 
 
 
 def new_saved(x: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    """Allocates z where x lies."""
+    """Allocates z on x's device."""
     return x.new_empty_strided(shape, (shape[1], 1), dtype=dtype)

@@ -1,11 +1,10 @@
-"""Products of operands in 8 bits (e4m3) with SiLU in the epilogue, in portable Triton.
+"""Computes products of 8-bit operands (e4m3) with SiLU in the epilogue, in portable Triton.
 
     matmul_silu     z = x wᵀ, h = silu(z)             x [T, K], w [N, K], z and h [T, N]
     matmul_dsilu    dz = (dy wᵀ) ∘ silu'(z)           dy [T, K], w [N, K], z and dz [T, N]
 
 Operands are rows with scales (`tnp.ops._shared.rows_8bit`). Results are rounded to 8 bits for the
-product that follows, in units known before they are, and to 16 bits for the gradients of the
-weights.
+next product, in units that are known beforehand, and to 16 bits for the gradients of the weights.
 """
 
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from tnp.ops._shared.triton_matmul import (
     store_tile,
 )
 
-# (x, w) → h in 8 bits, h, and what is saved of z; (dy, w, saved) → dz in 8 bits, dz.
+# (x, w) → h in 8 bits, h, and the saved z or slope; (dy, w, saved) → dz in 8 bits, dz.
 Silu = Callable[[InRows, InRows], tuple[Tensor, Tensor | None, Tensor | None]]
 DSilu = Callable[[InRows, InRows, Tensor], tuple[Tensor | None, Tensor | None]]
 
@@ -41,9 +40,10 @@ def _matmul_8bit_kernel(
     EPILOGUE: tl.constexpr, IN_16: tl.constexpr, IN_8: tl.constexpr, K_MASKED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """EPILOGUE "silu" writes h, and with IN_16 z too; "dsilu" reads z. All are contiguous.
+    """Multiplies x wᵀ. EPILOGUE "silu" writes h, and with IN_16 also z; "dsilu" reads z.
 
-    Of the result `out` is written with IN_16 and `out8` with IN_8. z is in out's dtype.
+    With IN_16 it writes the result to `out`, with IN_8 to `out8`. All are contiguous, and z is in
+    out's dtype.
     """
     offs_m, offs_n = offsets(n_rows, n_columns, BLOCK_M, BLOCK_N)
     acc = product_tile(
@@ -64,7 +64,7 @@ def _matmul_8bit_kernel(
     if IN_16:
         store_tile(out_ptr, out, offs_m, offs_n, n_rows, n_columns, n_columns)
     if IN_8:
-        # Powers of two: the quotient is exact.
+        # The divisor is a power of two, so the quotient is exact.
         units = 1.0 / tl.load(out_scale_ptr + offs_m, mask=offs_m < n_rows, other=1.0)
         out *= units[:, None]
         store_tile(out8_ptr, out, offs_m, offs_n, n_rows, n_columns, n_columns)
@@ -83,10 +83,10 @@ def _bound(shape: tuple[int, int], inner: int, epilogue: str, in_16: bool, in_8:
 def matmul_silu(
     target: Target, shape: tuple[int, int], inner: int, dtype: torch.dtype, save: bool
 ) -> Silu:
-    """Returns the launch that computes h = silu(x wᵀ), of this shape, in 8 bits and, where `save`,
+    """Returns the launch that computes h = silu(x wᵀ) of this shape, in 8 bits, and if `save` also
     h and z in `dtype`.
 
-    It is called with x [T, inner], whose `bound` are the units of h, and w [N, inner].
+    Call it with x [T, inner], whose `bound` holds the units of h, and w [N, inner].
     """
     kernel = _bound(shape, inner, "silu", save, True)
 
@@ -102,17 +102,12 @@ def matmul_silu(
 
 
 def matmul_dsilu(
-    target: Target,
-    shape: tuple[int, int],
-    inner: int,
-    dtype: torch.dtype,
-    in_16: bool,
-    in_8: bool,
+    target: Target, shape: tuple[int, int], inner: int, dtype: torch.dtype, in_16: bool, in_8: bool
 ) -> DSilu:
-    """Returns the launch that computes dz = (dy wᵀ) ∘ silu'(z), of this shape: in 8 bits, in
+    """Returns the launch that computes dz = (dy wᵀ) ∘ silu'(z) of this shape, in 8 bits, in
     `dtype`, or both.
 
-    It is called with dy [T, inner], whose `bound` are the units of dz, w [N, inner], and z.
+    Call it with dy [T, inner], whose `bound` holds the units of dz, w [N, inner], and z.
     """
     kernel = _bound(shape, inner, "dsilu", in_16, in_8)
 

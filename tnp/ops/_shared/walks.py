@@ -1,8 +1,8 @@
 """Lets kernels walk the rows of [..., width] tensors where they lie, without a copy.
 
-Leading dimensions that lie apart by one step are one; what is left of several tensors' leading
-dimensions together may be two: see `tnp.ops._shared.rows.row_offsets`. So are walked the halves of
-a [rows, 2·width] projection, and tokens h[:, n:] of a batch.
+Leading dimensions with one step between rows are joined. Up to two may remain for all tensors
+together: see `tnp.ops._shared.rows.row_offsets`. That covers the halves of a [rows, 2·width]
+projection, and tokens h[:, n:] of a batch.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 class Walk:
     """Describes a walk through several tensors of one shape.
 
-    `strides` are (outer, inner) of each, in elements; `copied` says which must be made contiguous
-    first, because their rows are not or because they lie apart by more than two steps.
+    `strides` are (outer, inner) of each tensor, in elements. `copied` says which tensors must be
+    made contiguous first: their rows are not contiguous, or have more than two different steps.
     """
 
     n_rows: int
@@ -29,7 +29,7 @@ class Walk:
 
     @property
     def flat(self) -> bool:
-        """Returns whether every tensor is one run of elements."""
+        """Returns whether every tensor is contiguous."""
         return self.n_rows == 1 or (
             self.n_inner == self.n_rows and all(inner == self.width for _, inner in self.strides)
         )
@@ -40,7 +40,7 @@ class Walk:
         return self.n_inner, *(step for pair in self.strides for step in pair)
 
     def laid_out(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Returns the tensors as the strides say: themselves, or copies."""
+        """Returns tensors with these strides: the tensors themselves, or copies."""
         if True not in self.copied:
             return tensors
         pairs = zip(tensors, self.copied, strict=True)
@@ -66,7 +66,7 @@ def walk(*tensors: torch.Tensor) -> Walk:
 def _groups(
     tensors: tuple[torch.Tensor, ...], leading: list[int], width: int, copied: list[bool]
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """Returns sizes and strides of the leading dimensions, joined where they are one step."""
+    """Returns sizes and strides of the leading dimensions, joined where rows have one step."""
     found: list[tuple[int, tuple[int, ...]]] = []
     for at, size in enumerate(leading):
         if size == 1:

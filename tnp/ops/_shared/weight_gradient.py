@@ -1,7 +1,7 @@
-"""Gradients of weights, for operators that multiply rows by them.
+"""Computes gradients of weights, for operators that multiply rows by weights.
 
-They are summed over all rows in float32 and never rounded to the activations' dtype: cuBLAS does
-that where it is asked for a float32 result.
+Gradients are summed over all rows in float32, and never rounded to the activations' dtype. cuBLAS
+does so if asked for a float32 result.
 """
 
 from collections.abc import Callable
@@ -11,16 +11,15 @@ import torch
 
 
 def transposed(n_rows: int, width: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns a function that reads contiguous rows [..., width] as their transpose [width,
-    n_rows], in one call.
-    """
+    """Returns a function that transposes contiguous rows [..., width] to [width, n_rows]."""
     size, strides = (width, n_rows), (1, width)
     return lambda dy: dy.as_strided(size, strides)
 
 
 def product(x: torch.Tensor, factor: float = 1.0) -> Callable[..., torch.Tensor]:
-    """Returns a function that multiplies dyᵀ [N, T], a matrix [T, K] like x and `factor`: float32
-    [N, K], in `out` if given, as it must be where there is a factor.
+    """Returns a function that multiplies dyᵀ [N, T], a matrix [T, K] like x, and `factor`.
+
+    The result is float32 [N, K], in `out` if given. With a factor `out` must be given.
     """
     if factor != 1.0:
         wide = x.dtype == torch.float32 or not x.is_cuda
@@ -31,7 +30,7 @@ def product(x: torch.Tensor, factor: float = 1.0) -> Callable[..., torch.Tensor]
 
 
 def add_product(x: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
-    """Returns a function of (total, dyᵀ, matrix) that adds such a product to `total`, in place."""
+    """Returns a function of (total, dyᵀ, matrix) that adds the product to `total` in place."""
     if x.dtype != torch.float32 and x.is_cuda:
         return _add
     return lambda total, dy_t, x: total.addmm_(dy_t.float(), x.float())

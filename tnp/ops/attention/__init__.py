@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+__all__ = ["attention"]
+
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128, 192, 256)
 _INFINITY = float("inf")
 _triton = triton_from(80)
@@ -107,7 +109,7 @@ def _n_sequences(
     if len(cu_seqlens_q) != len(cu_seqlens_k):
         raise ValueError(
             f"cu_seqlens_q has {len(cu_seqlens_q)} numbers and cu_seqlens_k {len(cu_seqlens_k)}: "
-            "they must have as many"
+            "they must have equally many"
         )
     return len(cu_seqlens_q) - 1
 
@@ -130,17 +132,9 @@ FORWARD = _operation(
 )
 # The backward pass for few keys is one launch without atomics. It serves as both forms.
 SEPARATE = _operation(
-    "separate",
-    "few_keys:BACKWARD",
-    "hopper.backward:SEPARATE",
-    "portable.backward:SEPARATE",
+    "separate", "few_keys:BACKWARD", "hopper.backward:SEPARATE", "portable.backward:SEPARATE"
 )
-FUSED = _operation(
-    "fused",
-    "few_keys:BACKWARD",
-    "hopper.backward:FUSED",
-    "portable.backward:FUSED",
-)
+FUSED = _operation("fused", "few_keys:BACKWARD", "hopper.backward:FUSED", "portable.backward:FUSED")
 PORTABLE_FORWARD = _operation("portable_forward", "portable.forward:FORWARD")
 PORTABLE_BACKWARD = _operation("portable_backward", "portable.backward:SEPARATE")
 IN_8_BITS = _operation("forward_8bit", "eight_bit.hopper:FORWARD", "eight_bit.portable:FORWARD")
@@ -186,11 +180,7 @@ OPERATOR = Operator(
             options=definition.WITH_LSE,
         ),
         Implementation(
-            "fused",
-            forward=FORWARD,
-            backward=FUSED,
-            supported=_ours,
-            options=definition.WITH_LSE,
+            "fused", forward=FORWARD, backward=FUSED, supported=_ours, options=definition.WITH_LSE
         ),
         Implementation(
             "portable",

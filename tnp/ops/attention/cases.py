@@ -1,4 +1,4 @@
-"""The cases of attention's gate, its controls that must fail, and the errors of float32."""
+"""Holds the cases of attention's gate, its controls that must fail, and the errors of float32."""
 
 from __future__ import annotations
 
@@ -273,10 +273,7 @@ CONTROLS_OF = {  # by option
     "window": {"a window one short": _window_one_short},
     "n_kv_heads": {"heads grouped the other way": _heads_grouped_the_other_way},
     "n_sequences": {"packed sequences as one": _sequences_as_one},
-    "lse": {
-        "lse to base 2": _lse_to_base_2,
-        "lse that gives no gradient": _lse_without_gradient,
-    },
+    "lse": {"lse to base 2": _lse_to_base_2, "lse that gives no gradient": _lse_without_gradient},
 }
 
 

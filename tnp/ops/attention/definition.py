@@ -242,7 +242,7 @@ def within(operator: Operator, model: Mapping, run: Mapping) -> Problem | None:
         if "n_heads" not in model:
             return None
         if "n_cached" in run:
-            raise ValueError("its tokens see cached keys: that is operator decode_attention's")
+            raise ValueError("its tokens see cached keys: use operator decode_attention")
         kv_heads = model.get("n_kv_heads", model["n_heads"])
         kind = {"causal": True, "window": model.get("window", 0)}
         kind["n_kv_heads"] = kv_heads if kv_heads != model["n_heads"] else 0

@@ -1,4 +1,4 @@
-"""Attention with at most 256 keys: all keys in one tile, every tensor read and written once.
+"""Computes attention with at most 256 keys: all keys in one tile, each tensor read or written once.
 
 The keys and values of a head stay on chip while a program walks a chunk of its queries. One tile
 holds a whole row of scores, so softmax needs no running statistics. The backward pass computes dq,
@@ -162,10 +162,7 @@ def _few_keys_bwd_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_N_KEYS: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """Writes dq, dk and dv. A program takes `chunk` queries, a multiple of BLOCK_M.
-
-    dk and dv share strides.
-    """
+    """Writes dq, dk and dv (with equal strides) of `chunk` queries, a multiple of BLOCK_M."""
     b, pid_bh, begin = _program(n_q, n_heads, chunk)
     q_ptr = head_ptr(q_ptr, stride_qb, stride_qh, pid_bh, n_heads)
     k_ptr = head_ptr(k_ptr, stride_kb, stride_kh, pid_bh, n_heads)

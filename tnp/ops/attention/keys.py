@@ -114,10 +114,7 @@ def query_tiles(
     key, n_q, n_keys, left, right,
     KEYS: tl.constexpr, ROWS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Returns the first and the last + 1 of the tiles of ROWS queries that see any of these keys.
-
-    The keys are key … key + KEYS − 1.
-    """
+    """Returns the first and last + 1 tile of ROWS queries that see keys key … key + KEYS − 1."""
     begin, _full_begin, _full_end, end = query_range(
         key, n_q, n_keys, left, right, KEYS, LEFT, RIGHT
     )
@@ -130,10 +127,7 @@ def blocks_before(
     key, row, n_q, n_keys, left, right,
     KEYS: tl.constexpr, ROWS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Returns how many blocks of KEYS keys before that of `key` some of these queries see.
-
-    The queries are row … row + ROWS − 1.
-    """
+    """Returns how many blocks before that of `key` are seen by queries row … row + ROWS − 1."""
     before = key // KEYS
     if LEFT:
         begin, _full_begin, _full_end, _end = key_range(
@@ -148,10 +142,7 @@ def blocks_after(
     key, row, n_q, n_keys, left, right,
     KEYS: tl.constexpr, ROWS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Returns how many blocks of KEYS keys after that of `key` some of these queries see.
-
-    The queries are row … row + ROWS − 1.
-    """
+    """Returns how many blocks after that of `key` are seen by queries row … row + ROWS − 1."""
     _begin, _full_begin, _full_end, end = key_range(
         row, n_q, n_keys, left, right, ROWS, LEFT, RIGHT
     )

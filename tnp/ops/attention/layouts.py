@@ -33,10 +33,7 @@ def to_rows(x: Tensor) -> Tensor:
 
 
 def from_rows(x: Tensor, batch: int) -> Tensor:
-    """Returns rows [B · T, H, D] as [B, H, T, D], a view; the inverse of `to_rows`.
-
-    Raises ValueError if `batch` does not divide the rows.
-    """
+    """Returns rows [B · T, H, D] as a view [B, H, T, D]; ValueError if `batch` does not divide."""
     _require_dimensions(x, "[B · T, H, D]")
     if batch < 1 or len(x) % batch:
         raise ValueError(f"batch is {batch}: it must divide x's {len(x)} rows")

@@ -1,4 +1,4 @@
-"""Parts that attention kernels share: tiles of rows, allocations, wrappers of launches."""
+"""Shares code of attention kernels: tiles of rows, allocations, wrappers of launches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -259,10 +259,7 @@ def forward(launch: Callable, call: Call) -> Callable:
 
 
 def with_counted_keys(launch: Callable, call: Call, most: int, what: str) -> Callable:
-    """Returns a forward launch that, with TNP_CHECK=1, first asserts that n_keys lie in 1 … `most`.
-
-    `what` names `most` in the message.
-    """
+    """Returns a launch that with TNP_CHECK=1 asserts n_keys in 1 … `most`, which `what` names."""
     if not call.problem["n_keys"]:
         return launch
     return asserting(launch, lambda inputs: [between("n_keys", inputs[3], 1, most, f"{what} = ")])

@@ -1,4 +1,4 @@
-"""Attention in PyTorch: the formula, and scaled_dot_product_attention with one backend forced.
+"""Computes attention in PyTorch: by the formula, and by one backend of SDPA.
 
 Functions import torch when they run: the declaration names them, and planning reads it without
 torch.
@@ -151,7 +151,7 @@ def _is_key(k, n_keys):
 def _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal, window):
     """Calls PyTorch's flash kernel for packed sequences. A batch becomes sequences of equal length.
 
-    PyTorch wants the longest sequence as a number, because it sizes the grid for it.
+    PyTorch needs the length of the longest sequence on the host, because it decides the grid.
     """
     from inspect import signature
 
@@ -185,7 +185,7 @@ def _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal, window):
 def longest_sequence(cu_seqlens, name, of, n_rows):
     """Returns the longest of the sequences that are packed into the `n_rows` rows of `of`.
 
-    Raises ValueError where they do not follow one another to the last row. See `on_host`.
+    Raises ValueError if sequences do not follow one another to the last row. See `on_host`.
     """
     ends = on_host(cu_seqlens)
     lengths = [end - begin for begin, end in pairwise(ends)]
@@ -200,7 +200,7 @@ def on_host(x):
 
     The host cannot know whether a replayed CUDA graph has changed them, so every call reads them.
     It cannot read while a graph is captured. Then it takes the numbers of the last call with this
-    tensor, and the graph keeps what follows from them.
+    tensor, and the graph keeps the decisions made from them.
 
     Raises:
         RuntimeError: a graph is captured, and no call read them before, or the tensor has changed.

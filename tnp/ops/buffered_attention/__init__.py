@@ -1,10 +1,10 @@
-"""Attention of all rows around a causal buffer (`tnp.model.causal_buffer`) at once.
+"""Computes attention of all rows around a causal buffer (`tnp.model.causal_buffer`) at once.
 
 Keys are [context, buffer]. Rows of q are [context, buffer, followers, others], or only followers
 and others, as in a model's last block. Followers are groups of as many rows as the buffer has
 points. Row i of the buffer, and row i of each group, sees the context and points 0 … i. Context
-rows and others see only the context. `attention` needs two calls for these rows, and copies that
-sort them.
+rows and others see only the context. `attention` needs two calls for these rows, and copies to sort
+the rows.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from tnp.util.checks import (
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+__all__ = ["buffered_attention"]
 
 
 def describe(
@@ -128,9 +130,9 @@ def buffered_attention(
         n_groups: groups of followers.
         all_rows: whether q has rows of the context and of the buffer.
         n_keys: int32 [B] on q's device, each from 1 to n_k − n_buffer, or None for all. Sample b
-            has the first n_keys[b] points of the context. The others' rows of k and v are padding,
-            with weight and gradient exactly 0. Numbers out of range have the effect that they have
-            in `attention`.
+            has the first n_keys[b] points of the context. Later rows of k and v are padding, with
+            weight and gradient exactly 0. Numbers out of range have the same effect as in
+            `attention`.
         scale: a positive, finite number, or None for 1/√D.
         base2: q carries scale · log2(e) already, as `project_qkv` returns it on request.
         implementation: a name of `tnp.dispatch.registry`, or "auto".

@@ -1,4 +1,6 @@
-"""Attention around a causal buffer: its inputs, their work, its mask, and its gate's cases."""
+"""Defines attention around a causal buffer: its inputs, their work, its mask, and its
+gate's cases.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,7 @@ _triton = triton_from(80)
 
 @dataclass(frozen=True)
 class Rows:
-    """The numbers of rows of q: first those of the context, then those beside the buffer, then
-    others.
-    """
+    """Counts rows of q: first of the context, then beside the buffer, then others."""
 
     n_context: int
     n_buffer: int
@@ -126,7 +126,6 @@ def draw(case: Case, random: Random) -> dict[str, Tensor | None]:
 
 
 def other_lengths(inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Returns half of each sample's n_keys."""
     n_keys = inputs["n_keys"]
     return {} if n_keys is None else {"n_keys": (n_keys + 1) // 2}
 

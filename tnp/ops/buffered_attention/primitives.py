@@ -1,4 +1,4 @@
-"""Parts that both passes of attention around a buffer share: the rows of a tile, and their keys.
+"""Shares code of both passes of attention around a buffer: the rows of a tile, and their keys.
 
 Keys lie in blocks of 64. No block has keys both of the context and of the buffer. Rows are numbered
 as if rows that see equally many blocks were neighbours. The first and the last rows of q see only
@@ -32,9 +32,7 @@ def rows_alone(tile, n_first, n_beside, n_q, BLOCK_M: tl.constexpr):
 def rows_beside(
     tile, block, n_first, n_beside, n_buffer, n_q, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Returns the rows of q in a tile of rows beside points of a block of the buffer, and these
-    points. n_q is no row.
-    """
+    """Returns a tile's rows of q beside a block of the buffer, and their points; n_q is no row."""
     n_each = tl.minimum(BLOCK_N, n_buffer - block * BLOCK_N)  # of a group
     at = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     beside = at // n_each * n_buffer

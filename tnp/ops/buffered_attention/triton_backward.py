@@ -1,4 +1,4 @@
-"""The backward pass of attention around a buffer, in one launch.
+"""Computes the backward pass of attention around a buffer, in one launch.
 
 A program takes a head, and one block of keys after the other. A block's gradients stay in registers
 while the program walks the rows that see it. The same program adds up dq in memory, in dq's dtype.
@@ -67,10 +67,7 @@ def _rows_of_segment(
     i, least, segment, chunk_each, chunk_last, n_first, n_beside, n_buffer, n_q,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, N_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Returns the i-th tile of a segment's rows beside blocks of the buffer from `least` on.
-
-    The result is that of `rows_beside`.
-    """
+    """Returns `rows_beside` for the i-th tile of a segment's rows beside blocks from `least` on."""
     block = least + i // chunk_each
     mine = segment * tl.where(block < N_BLOCKS - 1, chunk_each, chunk_last)
     return rows_beside(
@@ -227,7 +224,6 @@ def _buffered_attention_bwd_kernel(
 
 
 def configs(call: Call) -> tuple[BackwardConfig, ...]:
-    """Returns the only candidate."""
     itemsize = call.problem.itemsize
     wide = itemsize == 2 and call.target.capability in WIDE_TARGETS
     return (WIDE_CONFIG if wide else CONFIGS[itemsize],)
@@ -235,8 +231,10 @@ def configs(call: Call) -> tuple[BackwardConfig, ...]:
 
 @dataclass(frozen=True)
 class _Shares:
-    """Programs that share a head's rows, and the tiles of one program: of rows that see only the
-    context, of rows beside each block of the buffer, and of rows beside its last block.
+    """Counts the programs that share a head's rows, and the tiles of one program.
+
+    Its tiles are of rows that see only the context, of rows beside each block of the buffer, and of
+    rows beside the last block.
     """
 
     n_segments: int

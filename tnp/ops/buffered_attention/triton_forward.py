@@ -1,7 +1,4 @@
-"""The forward pass of attention around a buffer, in one launch.
-
-A program keeps on chip all blocks of keys that its rows see.
-"""
+"""Computes attention around a buffer in one launch, with all keys of a program on chip."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -138,8 +135,10 @@ def _buffered_attention_fwd_kernel(
     C_BLOCKS: tl.constexpr, N_BLOCKS: tl.constexpr, RAGGED: tl.constexpr,
     HAS_N_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Writes o and lse. Of a head's programs, n_alone take rows that see only the context. n_each
-    take rows that see one block of the buffer, n_each those that see two, and so on.
+    """Writes o and lse.
+
+    A head's first n_alone programs take rows that see only the context. The next n_each take rows
+    that see one block of the buffer, the next n_each rows that see two, and so on.
     """
     n_programs = n_alone + N_BLOCKS * n_each
     h = tl.program_id(0) % n_heads
@@ -170,17 +169,15 @@ def _buffered_attention_fwd_kernel(
 
 
 def configs(call: Call) -> tuple[ForwardConfig, ...]:
-    """Returns the only candidate."""
     return (CONFIGS[call.problem.itemsize],)
 
 
 def empty(wanted: tuple[str, ...], inputs: tuple, n_buffer: int) -> tuple[tuple, tuple]:
-    """Returns what attention's `empty` returns: o, in memory [B, n_q, H, D], and the saved lse."""
+    """Returns o, in memory [B, n_q, H, D], and the saved lse, like attention's `empty`."""
     return primitives.empty(wanted, inputs)
 
 
 def prepare(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
-    """Prepares one launch."""
     p, rows = call.problem, Rows.of(call.problem)
     q, k, v, n_keys = inputs
     of_o, of_lse = rows_layout(q), lse_layout(q)

@@ -1,9 +1,9 @@
-"""Cross-entropy of logits with the class that is right.
+"""Computes cross-entropy of logits and target classes.
 
     loss = mean over targets t that count of log Σ_j e^(x_j) − x_t
 
-A target of −100 does not count. In float32 whatever the logits' dtype, float64 where they are.
-The gradient goes to new memory: logits stay what they are.
+A target of −100 does not count. The loss is float32 for logits of any dtype, or float64 for float64
+logits. The gradient goes to new memory, so logits are not changed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from tnp.util.checks import require_floats, require_one_device
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["cross_entropy"]
+
 IGNORE_INDEX = -100  # PyTorch's default
 
 
 def reference(logits, target):
-    """PyTorch's own, in float32 at least."""
+    """Computes PyTorch's cross-entropy, in float32 or wider."""
     import torch
     import torch.nn.functional as F
 
@@ -30,7 +32,7 @@ def reference(logits, target):
 
 
 def check_target(target, rows, name: str) -> None:
-    """Raises ValueError where `target` is not a class a row of `rows`, which is called `name`."""
+    """Raises ValueError unless `target` holds a class for each row of `rows`, called `name`."""
     if str(target.dtype) != "torch.int64":
         raise ValueError(f"target is {target.dtype}: it must be torch.int64")
     if target.shape != rows.shape[:1]:
@@ -42,9 +44,7 @@ def check_target(target, rows, name: str) -> None:
 
 
 def require_classes(target, n_classes: int) -> None:
-    """Raises ValueError where the host knows target, int64 [N], and that one of its numbers is
-    neither a class nor IGNORE_INDEX.
-    """
+    """Raises ValueError if the host knows of a target that is no class and not IGNORE_INDEX."""
     import torch
 
     plain = target.__class__ is torch.Tensor and target.is_cpu and not torch.compiler.is_compiling()
@@ -60,7 +60,6 @@ def require_classes(target, n_classes: int) -> None:
 
 
 def describe(logits, target) -> dict:
-    """Returns the sizes; raises ValueError where the tensors do not go together."""
     require_floats(logits=logits)
     if logits.dim() != 2:
         raise ValueError(f"logits have shape {tuple(logits.shape)}: they must be [N, V]")
@@ -69,7 +68,7 @@ def describe(logits, target) -> dict:
 
 
 def draw_target(case, random, n, n_classes):
-    """Classes, of which a case may have one in `ignored` not count."""
+    """Draws classes. If the case says `ignored`, one target in that many does not count."""
     import torch
 
     target = random.integers(0, n_classes - 1, n, dtype=torch.int64)
@@ -79,7 +78,7 @@ def draw_target(case, random, n, n_classes):
 
 
 def out_of_range(case, inputs):
-    """Targets that are no class: they spoil the loss, their row's gradient, and the weight's."""
+    """Yields targets that are no class: they spoil the loss, and gradients of row and weight."""
     import torch
 
     target = inputs["target"]
@@ -96,8 +95,8 @@ def out_of_range(case, inputs):
 def draw(case, random) -> dict:
     """Draws normal logits.
 
-    A case may say their `magnitude` (1), by how many columns rows are `padded` behind, the
-    `masked` columns at the end that are −inf, and that one target in `ignored` does not count.
+    A case may say their `magnitude` (1), how many columns rows are `padded` by, how many `masked`
+    columns at the end are −inf, and that one target in `ignored` does not count.
     """
     n, n_classes = case.problem["rows"], case.problem["classes"]
     n_possible = n_classes - int(case["masked"])
@@ -108,15 +107,13 @@ def draw(case, random) -> dict:
 
 
 def work(case, pass_) -> Work:
-    """Logits once; with the gradient, which may be made along with the loss, that written."""
+    """Counts the logits read once, and with a gradient written once, perhaps forward."""
     size = case.problem["rows"] * case.problem["classes"] * case.problem.itemsize
     return Work({}, size + 8 * case.problem["rows"], 4 if pass_ == "forward" else size)
 
 
 def cases(target) -> list[Case]:
-    """Covers few classes and many, ragged and strided; targets that do not count; logits that
-    saturate.
-    """
+    """Covers few and many classes, ragged and strided, ignored targets, and saturated logits."""
     if target.kind != "cuda":
         many = [("bfloat16", 3, 4097), ("float16", 7, 100), ("float32", 2, 8200)]
     else:
@@ -137,22 +134,22 @@ def cases(target) -> list[Case]:
 
 
 def condition(case, inputs) -> float:
-    """The loss is one number, in which errors of targets cancel: PyTorch's own can be 0 by chance.
+    """Returns the relative error of some float32 roundings.
 
-    It is off by some roundings of a float32.
+    The loss is one number, in which errors of targets cancel, so PyTorch's own error can be 0 by
+    chance.
     """
     return 5e-7
 
 
 def within(model, run):
-    """Returns the problem of a language model."""
     if "vocabulary" not in model:
         return None
     return OPERATOR.problem(run["dtype"], rows=rows_within(run), classes=model["vocabulary"])
 
 
 def without_last_class(logits):
-    """For controls: logits whose last class is out of the question."""
+    """Returns logits without the last class, for controls."""
     import torch
 
     last = torch.zeros_like(logits)
@@ -199,26 +196,27 @@ OPERATOR = Operator(
 def cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, *, implementation: str = "torch"
 ) -> torch.Tensor:
-    """Mean nats per target that counts.
+    """Returns the mean negative log-likelihood, in nats, over the targets that count.
 
     Args:
-        logits: [N, V], bfloat16, float16 or float32 (float64 for `torch` only), any strides; rows
+        logits: [N, V], bfloat16, float16 or float32 (float64 for `torch` only), any strides. Rows
             that are not contiguous are copied.
-        target: [N], int64, each a class or −100, which does not count. Others are a ValueError on
-            the CPU. On CUDA `triton` makes the loss and their rows' gradients NaN, or with
-            TNP_CHECK=1 asserts them; PyTorch's forms always assert.
+        target: [N], int64, each a class, or −100, which does not count. Other numbers are a
+            ValueError on the CPU. On CUDA `triton` makes the loss and their rows' gradients NaN, or
+            with TNP_CHECK=1 asserts. PyTorch's forms always assert.
         implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
-        A scalar, float32 (float64 for float64 logits); NaN where no target counts, with gradient 0.
+        A scalar, float32 (float64 for float64 logits). It is NaN with gradient 0 if no target
+        counts.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not go together, or on the CPU a target that
-            is no class.
+        ValueError: shapes, dtypes or devices do not fit together, or on the CPU a target is no
+            class.
         RuntimeError: the implementation cannot run here, with the reason.
     """
     import tnp.dispatch.call as dispatch
 
-    if getattr(logits, "ndim", 0) == 2:  # what is not, or no tensor, `describe` and `call` refuse
+    if getattr(logits, "ndim", 0) == 2:  # `describe` and `call` refuse other objects and dimensions
         require_classes(target, logits.shape[1])
     return dispatch.call(OPERATOR, implementation, (logits, target))

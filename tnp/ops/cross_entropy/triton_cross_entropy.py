@@ -1,14 +1,14 @@
-"""Cross-entropy in one pass over the logits, its gradient in another.
+"""Computes cross-entropy in one pass over the logits, and its gradient in another.
 
     m = max_j x_j    s = log Σ_j e^(x_j − m)    nll = m − x_t + s
     dx_j = (e^(x_j − m − s) − [j = t]) · dloss / n_counted
 
-Every element of a tile keeps a running maximum and sum of its own, which a row's end brings
-together: one exponential a logit, and no reduction across threads on the way. The backward pass
-reads m and s, apart, since their sum would lose s where logits are large. All in float32.
+Every element of a tile keeps its own running maximum and sum, which are combined at the end of a
+row. So each logit takes one exponential, and threads exchange nothing before. The backward pass
+reads m and s separately, because their sum would lose s if logits are large. All is float32.
 
-A target that is no class and not IGNORE makes the loss and its row's gradient NaN; nothing outside
-the logits is read.
+A target that is neither a class nor IGNORE makes the loss and its row's gradient NaN. Nothing
+outside the logits is read.
 """
 
 from collections.abc import Callable
@@ -27,25 +27,25 @@ from tnp.ops.cross_entropy import IGNORE_INDEX
 IGNORE = tl.constexpr(IGNORE_INDEX)
 LEAST = tl.constexpr(torch.finfo(torch.float32).min)  # below every logit but −inf
 MEAN_BLOCK = 4096
-MAX_ROWS = 64  # of a tile, for few classes
+MAX_ROWS = 64  # the most rows of a tile, for few classes
 
 
 @dataclass(frozen=True)
 class Config(KernelConfig):
-    """Logits that a program holds at a time, and how many loads it issues ahead."""
+    """Sets how many logits a program holds at a time, and how many loads are prefetched."""
 
     elements: int
     num_warps: int
     stages: int
 
     def tile(self, n_classes: int) -> dict[str, int]:
-        """Arguments of the kernels: whole rows of few classes, or a piece of one of many."""
+        """Returns the kernels' tile: whole rows of few classes, or a piece of a row of many."""
         block = min(triton.next_power_of_2(n_classes), self.elements)
         rows = min(self.elements // block, MAX_ROWS)
         return {"ROWS": rows, "BLOCK": block, "STAGES": self.stages, "num_warps": self.num_warps}
 
 
-# The first alone was timed with the present loop (50b4b15).
+# Only the first was timed with the present loop (50b4b15).
 CONFIGS = (Config(2048, 8, 4), Config(4096, 16, 3), Config(4096, 8, 3), Config(2048, 4, 4))
 
 
@@ -54,10 +54,10 @@ def row_statistics(
     logits_ptr, offs_n, inside, n_classes, stride_n,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """m and s of rows `offs_n`, [ROWS] each.
+    """Returns m and s of rows `offs_n`, [ROWS] each.
 
-    Each thread has a maximum of its own, which VECTOR logits at a time are compared with: a thread
-    that compared them one by one would take twice the instructions.
+    Each thread has its own maximum, and compares VECTOR logits at a time with it. One by one would
+    take twice the instructions.
     """
     VECTOR: tl.constexpr = min(BLOCK, 8)
     highest = tl.full([ROWS, BLOCK // VECTOR], LEAST, tl.float32)
@@ -78,7 +78,7 @@ def row_statistics(
 
 @triton.jit
 def target_logit(logits_ptr, offs_n, target, inside, n_classes, stride_n):
-    """The logit of each row's target: NaN of one that is no class."""
+    """Returns the logit of each row's target, or NaN if the target is no class."""
     is_class = inside & (target >= 0) & (target < n_classes)
     ptrs = logits_ptr + offs_n.to(tl.int64) * stride_n + target
     return tl.load(ptrs, mask=is_class, other=float("nan")).to(tl.float32)
@@ -86,13 +86,13 @@ def target_logit(logits_ptr, offs_n, target, inside, n_classes, stride_n):
 
 @triton.jit
 def of_class(s, x_t, target):
-    """s, or NaN in rows whose target is no class, so that their gradient is NaN too."""
+    """Returns s, or NaN in rows whose target is no class, so that their gradient is NaN too."""
     return tl.where((x_t == x_t) | (target == IGNORE), s, float("nan"))
 
 
 @triton.jit
 def gradient(x, m, s, target, offs):
-    """softmax − onehot, and 0 in rows whose target is ignored."""
+    """Returns softmax − onehot, and 0 in rows whose target is ignored."""
     p = tl.exp(x - m[:, None] - s[:, None])
     g = tl.where(offs == target[:, None], p - 1.0, p)
     return tl.where((target == IGNORE)[:, None], 0.0, g)
@@ -139,7 +139,7 @@ def _cross_entropy_bwd_kernel(
 def _mean_kernel(
     nll_ptr, target_ptr, loss_ptr, per_target_ptr, n_rows, stride_t, BLOCK: tl.constexpr
 ):
-    """One program: the mean over targets that count, and 1 over their number, 1 where none does."""
+    """Writes in one program the mean over targets that count, and 1 / their number, or 1."""
     total = tl.zeros([BLOCK], tl.float32)
     counted = tl.zeros([BLOCK], tl.int32)
     for start in tl.range(0, n_rows, BLOCK):
@@ -154,9 +154,7 @@ def _mean_kernel(
 
 
 def with_classes(launch: Callable, n_classes: int) -> Callable:
-    """A forward launch that, where asked to, asserts first that targets, its last input, are
-    classes or do not count.
-    """
+    """Returns a launch that with TNP_CHECK=1 asserts that targets, its last input, are valid."""
 
     def conditions(inputs):
         target = inputs[-1]
@@ -167,12 +165,15 @@ def with_classes(launch: Callable, n_classes: int) -> Callable:
 
 
 def mean(n_rows: int, stride_t: int) -> Bound:
-    """Called with nll [n_rows], target, and the scalars loss and 1 / n_counted, both float32."""
+    """Returns the launch of the mean.
+
+    Call it with nll [n_rows], target, and the scalars loss and 1 / n_counted, both float32.
+    """
     return Bound(_mean_kernel, (1,), n_rows, stride_t, BLOCK=MEAN_BLOCK, num_warps=8)
 
 
 def with_whole_rows(logits):
-    """A view or a copy whose rows are contiguous."""
+    """Returns logits, or a copy whose rows are contiguous."""
     return logits if logits.stride(-1) == 1 else logits.contiguous()
 
 

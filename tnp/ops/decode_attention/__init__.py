@@ -1,4 +1,4 @@
-"""Decode attention: the last few tokens of every sequence against a cache of keys and values.
+"""Decode attention: the last few tokens of every sequence attend to a cache of keys and values.
 
     o = softmax(scale · q kᵀ) v        query t of T sees keys 0 … n_keys − T + t
 
@@ -35,6 +35,8 @@ from tnp.util.checks import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["decode_attention"]
+
 PAGE_MULTIPLE = 16  # keys of a page are a multiple of this
 MOST_SEQUENCES = 1024  # a program reads the lengths of all sequences at once
 # The most numbers of queries that a program has at once, by itemsize: registers hold no more.
@@ -54,7 +56,6 @@ def describe(
     cache: str | bool = False,
     full: bool = False,
 ) -> dict[str, int]:
-    """Returns sizes. Raises ValueError if tensors do not fit together."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             of = "[B, H, T, D]" if name == "q" else "[B, H_kv, S, D], or [n_pages, H_kv, page, D]"
@@ -128,10 +129,7 @@ def _require_descale(name: str, descale: Tensor, batch: int, kv_heads: int) -> N
 
 
 def _require_in_range(k: Tensor, n_keys: Tensor, page_table: Tensor | None) -> None:
-    """Raises ValueError if the host knows a length past the cache, or a page that does not exist.
-
-    `describe` checks shapes.
-    """
+    """Raises ValueError if the host knows a length past the cache, or a page that is not there."""
     n_pages, page = k.shape[0], k.shape[2]
     if page_table is None:
         require_between("n_keys", n_keys, 0, page)
@@ -250,10 +248,9 @@ def decode_attention(
         scale: a positive, finite number, or None for 1/√D.
         full: whether every query sees all n_keys[b] keys.
         implementation: a name of `tnp.dispatch.registry`, "torch" for `sdpa`, "own" for the best of
-            ours, or "auto". `triton` takes D of `HEAD_DIMS`, pages of a multiple of 16 tokens,
-            and up to
-            1,024 sequences. Registers bound the queries that read the same keys, heads of a group
-            times tokens: at D = 128 up to 128 in 16 bits and 32 in float32.
+            ours, or "auto". `triton` takes D of `HEAD_DIMS`, pages of a multiple of 16 tokens, and
+            up to 1,024 sequences. Registers bound the queries that read the same keys, heads of a
+            group times tokens: at D = 128 up to 128 in 16 bits and 32 in float32.
 
     Returns:
         [B, H, T, D] in q's dtype, without a gradient. Ours lies in memory as [B, T, H, D], and is

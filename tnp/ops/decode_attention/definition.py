@@ -1,4 +1,4 @@
-"""Decode attention's inputs, their work, the cases of its gate, and the controls that must fail."""
+"""Defines decode attention's inputs, their work, the cases of its gate, and its controls."""
 
 from __future__ import annotations
 
@@ -85,10 +85,7 @@ def other_lengths(inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
 def out_of_range(
     case: Case, inputs: Mapping[str, Tensor | None]
 ) -> Iterator[tuple[dict, dict, dict]]:
-    """Yields invalid lengths, and an invalid page that the first sequence uses.
-
-    Each makes the results of its sequence NaN.
-    """
+    """Yields invalid lengths, and an invalid page. Each makes results of its sequence NaN."""
     yield from numbers_out_of_range(inputs, "lengths", 0, case.problem["n_keys"], "o")
     table, uses = inputs["page_table"], inputs["lengths"] > 0
     if table is None or not uses[0]:
@@ -162,10 +159,7 @@ _EDGES = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 
 
 def cases(operator: Operator, target: Target) -> Iterable[Case]:
-    """Returns the gate's cases.
-
-    They have lengths around the edges of blocks and pages, grouped heads, and one or more queries.
-    """
+    """Covers lengths around edges of blocks and pages, grouped heads, one or more queries."""
 
     def case(batch, heads, kv_heads, n_queries, n_keys, head_dim, dtype, page=0, **named) -> Case:
         sizes = batch, heads, kv_heads, n_queries, n_keys, head_dim, page or n_keys

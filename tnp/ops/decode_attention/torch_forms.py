@@ -1,4 +1,4 @@
-"""Decode attention in PyTorch: the formula, and scaled_dot_product_attention under a mask.
+"""Computes decode attention in PyTorch: by the formula, and by SDPA under a mask.
 
 Functions import torch when they run: the declaration names them, and planning reads it without
 torch.

@@ -1,4 +1,4 @@
-"""Decode attention in portable Triton: an equal share of the work for every program.
+"""Computes decode attention in portable Triton, with an equal share of the work for every program.
 
 A pair is a sequence and a kv head. A unit of work is a block of keys of one pair. To begin a pair
 costs START units more, in which no block is read. The units of all pairs form a row, and each
@@ -11,10 +11,9 @@ workspace: rows not yet divided, their maxima and their sums. A program has at m
 the pair in which it begins, and of the pair in which it ends. A second kernel computes in the same
 way which programs have parts of a pair, and adds them up in their order.
 
-On Hopper and newer GPUs both launch while the kernel before them runs
-(`tnp.ops._shared.few_rows`). The second does its arithmetic and then waits. It may read
-`lengths` before, because the first kernel
-lets it begin when all earlier kernels have ended.
+On Hopper and newer GPUs both launch while the kernel before them runs (`tnp.ops._shared.few_rows`).
+The second does its arithmetic and then waits. It may read `lengths` before, because the first
+kernel lets it begin when all earlier kernels have ended.
 
 Products accumulate in float32. Softmax is to base 2, with a running maximum, as in
 `tnp.ops.attention.portable.forward`. (Even shares: Osama et al., Stream-K, arXiv 2301.03598; parts

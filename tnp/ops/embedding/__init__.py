@@ -1,9 +1,10 @@
-"""The first embedding layer: context points and targets as rows of one tensor.
+"""Computes the first embedding layer: context points and targets become rows of one tensor.
 
     tokens = (x, y, −1) for context and (x, 0, +1) for targets    out = silu(tokens @ weightᵀ)
 
-In float32, rounded once at the end: bfloat16 cannot tell neighbouring pixels of a 512-pixel row
-apart. The flag is never zero: it doubles as the bias that the layer lacks.
+It computes in float32 and rounds once at the end, because bfloat16 cannot distinguish neighbouring
+pixels of a 512-pixel row. The flag is never zero, so it also serves as the bias that the layer
+lacks.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from tnp.util.checks import require_floats, require_one_device
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["embed_rows"]
+
 SHAPES = {"x_context": "[B, M, d_x]", "y_context": "[B, M, d_y]", "x_target": "[B, N, d_x]"}
-MAX_WIDTH = 8  # of a token: its gradients are accumulated in registers
+MAX_WIDTH = 8  # features of a token: their gradients are accumulated in registers
 GIVEN = ("x_context", "x_target", "y_context")  # inputs that may be missing
 
 
@@ -40,7 +43,7 @@ def reference(x_context, y_context, x_target, weight, like):
 
 
 def describe(x_context, y_context, x_target, weight, like) -> dict:
-    """Returns sizes and the result's dtype; raises ValueError where tensors do not go together."""
+    """Returns sizes and the result's dtype. Raises ValueError if tensors do not fit together."""
     given = {"x_context": x_context, "y_context": y_context, "x_target": x_target}
     require_floats(**given, weight=weight, dtype=like)
     if (x_context is None) != (y_context is None):
@@ -96,7 +99,7 @@ def _check_context(x_context, y_context, weight) -> None:
 def draw(case, random) -> dict:
     """Draws x and y in float32, views of one tensor [B, M + N, d_x + d_y] as tasks may be.
 
-    A case may say its `batch` (1), `n_context` (half of the points where both are given), `d_x` (1)
+    A case may say its `batch` (1), `n_context` (half of the points if both are given), `d_x` (1)
     and the `scale` of weight (1).
     """
     import torch
@@ -116,7 +119,7 @@ def draw(case, random) -> dict:
 
 
 def work(case, pass_) -> Work:
-    """Points and weight, of 4 bytes a number, and the rows of the result or of its gradient."""
+    """Counts points and weight, 4 bytes a number, and the rows of the result or of its gradient."""
     problem = case.problem
     points = 4 * problem["rows"] * (problem["width"] - 1)
     weight = 4 * problem["d_model"] * problem["width"]
@@ -135,9 +138,7 @@ def _case(batch, n_context, n_target, d_model, dtype, d_x=1, d_y=1, scale=1.0) -
 
 
 def cases(target) -> list[Case]:
-    """Covers context, targets or both; several dimensions; pre-activations whose e^−a overflows
-    float32 (scale 50).
-    """
+    """Covers context, targets or both, several dimensions, and overflowing e^−a (scale 50)."""
     if target.kind != "cuda":
         return [
             _case(2, 5, 9, 48, "bfloat16"),
@@ -212,7 +213,7 @@ def _fused(call):
 
 OPERATOR = Operator(
     "embedding",
-    # `like` says by its dtype in which the result is wanted; nothing else of it is read.
+    # `like` gives the result's dtype; nothing else of it is read.
     inputs=("x_context?", "y_context?", "x_target?", "weight", "like"),
     outputs=("out",),
     sizes=("rows", "width", "d_model"),
@@ -253,22 +254,23 @@ def embed_rows(
     *,
     implementation: str = "torch",
 ) -> torch.Tensor:
-    """silu(tokens @ weightᵀ), context first and then targets.
+    """Returns silu(tokens @ weightᵀ), first the rows of the context and then of the targets.
 
     Args:
-        x_context, y_context: [B, M, d_x] and [B, M, d_y], any strides; both None for targets alone.
-        x_target: [B, N, d_x], any strides; None for context alone.
-        weight: [d_model, d_x + d_y + 1], float32; float64 for `torch` only, which computes in it.
-        dtype: of the result; bfloat16, float16 or float32 (`torch`: float64 too).
+        x_context, y_context: [B, M, d_x] and [B, M, d_y], any strides. Both None: only targets.
+        x_target: [B, N, d_x], any strides. None: only context.
+        weight: [d_model, d_x + d_y + 1], float32. `torch` also takes float64 and then computes in
+            it.
+        dtype: the result's dtype: bfloat16, float16 or float32 (`torch`: float64 too).
         implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
         [B, M + N, d_model] in `dtype`, contiguous.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not go together.
+        ValueError: shapes, dtypes or devices do not fit together.
         RuntimeError: the implementation cannot run here, with the reason. `fused` gives no gradient
-            of x and y, and takes tokens of at most 8 features, which d_x + d_y + 1 is.
+            of x and y, and takes d_x + d_y + 1 up to 8.
     """
     import tnp.dispatch.call as dispatch
 

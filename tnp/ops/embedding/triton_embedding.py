@@ -1,12 +1,14 @@
-"""The first embedding layer in Triton: tokens are put together in registers, rows written once.
+"""Computes the first embedding layer in Triton.
+
+Tokens are assembled in registers, and rows are written once.
 
     tokens = (x, y, −1) for context and (x, 0, +1) for targets    a = tokens @ weightᵀ
     out = a·sigmoid(a)    da = dout·sigmoid(a)·(1 + a·(1 − sigmoid(a)))    dweight = daᵀ @ tokens
 
-A token has few features (3 in one dimension): float32 on the FMA units, a column of weight at a
-time. Programs walk the rows, so that weight is read once a program and dweight stays in registers;
-each writes one partial of it, and a second, small launch adds them up in a fixed order. The
-backward pass computes `a` again from the tokens.
+A token has few features (3 if x has one dimension), so FMA units multiply in float32, one column of
+weight at a time. Programs walk the rows. So each reads weight once and keeps dweight in registers.
+It writes one partial sum, and a second, small launch adds them up in a fixed order. The backward
+pass computes `a` again from the tokens.
 """
 
 from dataclasses import dataclass
@@ -24,9 +26,10 @@ from tnp.ops.embedding import GIVEN
 
 @dataclass(frozen=True)
 class Config:
-    """Sets rows and columns that a program holds, programs per multiprocessor, loads ahead.
+    """Sets the rows and columns that a program holds, programs per multiprocessor, and prefetched
+    loads.
 
-    `block_d` counts columns of 16 bits; of 32 bits it is half as many.
+    `block_d` counts columns of 16 bits; there are half as many of 32 bits.
     """
 
     rows: int
@@ -36,14 +39,14 @@ class Config:
     num_stages: int
 
     def tile(self, itemsize: int) -> dict[str, int]:
-        """Arguments of the kernels for rows of elements of `itemsize` bytes."""
+        """Returns arguments of the kernels for rows of elements of `itemsize` bytes."""
         tile = {"ROWS": self.rows, "BLOCK_D": self.block_d * 2 // itemsize}
         return tile | {"STAGES": self.num_stages, "num_warps": self.num_warps}
 
 
-# On an H200, 36,096 rows of 512 in bfloat16: forward 31 µs, others 33–43; backward 71, others 76
-# and 126. The forward pass reads a few bytes and writes whole rows; the backward pass reads whole
-# rows, and needs loads ahead.
+# On an H200, 36,096 rows of 512 in bfloat16 take 31 µs forward (others 33–43) and 71 backward
+# (others 76 and 126). The forward pass reads a few bytes and writes whole rows. The backward pass
+# reads whole rows, and needs prefetched loads.
 FORWARD_CONFIG = Config(4, 512, 7, 4, 1)
 BACKWARD_CONFIG = Config(2, 512, 4, 4, 2)
 
@@ -56,7 +59,7 @@ def _features(
     stride_xtb, stride_xtl, stride_xtd,
     D_X: tl.constexpr, D_Y: tl.constexpr,
 ):  # fmt: skip
-    """The features of `rows` as a tuple of vectors in float32; 0 in rows past the end."""
+    """Returns the features of `rows` as a tuple of float32 vectors, with 0 in rows past the end."""
     b = (rows // (n_context + n_target)).to(tl.int64)
     l = rows % (n_context + n_target)  # noqa: E741
     inside = rows < n_rows
@@ -79,7 +82,7 @@ def _features(
 
 @triton.jit
 def _columns(weight_ptr, offs_d, d_model, WIDTH: tl.constexpr):
-    """The columns of weight as a tuple of vectors."""
+    """Returns the columns of weight as a tuple of vectors."""
     columns = ()
     for i in tl.static_range(WIDTH):
         column = tl.load(weight_ptr + offs_d * WIDTH + i, mask=offs_d < d_model, other=0.0)
@@ -148,7 +151,7 @@ def _embed_rows_bwd_kernel(
     D_X: tl.constexpr, D_Y: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program p takes every `num_programs`-th group of ROWS rows and writes partials[p]."""
+    """Writes partials[p] in program p, which takes every `num_programs`-th group of ROWS rows."""
     WIDTH: tl.constexpr = D_X + D_Y + 1
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     columns = _columns(weight_ptr, offs_d, d_model, WIDTH)
@@ -170,7 +173,8 @@ def _embed_rows_bwd_kernel(
         ptrs = dout_ptr + offs_g[:, None] + offs_d[None, :]
         dout = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
         a = _matmul(features, columns, WIDTH)
-        # 1 − sigmoid(a) as the sigmoid of −a: the difference has few digits where a is large.
+        # 1 − sigmoid(a) is computed as the sigmoid of −a: the difference loses digits if a is
+        # large.
         sigmoid = 1.0 / (1.0 + tl.exp(-a))
         da = dout * sigmoid * (1.0 + a * (1.0 / (1.0 + tl.exp(a))))
         dweight = _add_outer(dweight, features, da, WIDTH)
@@ -187,7 +191,7 @@ def _grid(call: Call, config: Config, tile: dict[str, int]) -> tuple[int, int]:
 
 
 def _numbers(call: Call, points: tuple) -> tuple[list[int], dict[str, int]]:
-    """Strides and sizes as the kernels take them, D_X and D_Y."""
+    """Returns strides and sizes as the kernels take them, and D_X and D_Y."""
     x_context, _, x_target = points
     given = x_target if x_context is None else x_context
     n_context = 0 if x_context is None else x_context.shape[1]

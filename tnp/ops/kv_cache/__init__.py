@@ -1,0 +1,1 @@
+"""Keeps keys and values between steps: `paged.PagedCache`, and a kernel that appends to a cache."""

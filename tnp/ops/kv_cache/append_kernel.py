@@ -1,9 +1,8 @@
-"""The write of one point's keys and values into a cache, behind what each sample has.
+"""Writes one point's keys and values into a cache, after the rows that each sample has.
 
-It stands between the product that makes them and the attention that reads them, and takes part in
-the chain of their launches (`tnp.ops._shared.few_rows`). While it waits for the product, device
-memory has nothing to do: so it asks for the cache to be brought to L2, where attention is about to
-read it.
+The kernel runs between the product that computes them and the attention that reads them, in one
+chain of launches (`tnp.ops._shared.few_rows`). Device memory is idle while it waits for the
+product. So it prefetches the cache to L2, where attention will read it.
 """
 
 from collections.abc import Callable
@@ -16,14 +15,14 @@ from tnp.dispatch.devices import Target
 from tnp.dispatch.launcher import Bound
 from tnp.ops._shared.few_rows import chained, follow
 
-# Bytes of a cache that may be brought to L2, which has 50 MB on an H200, and what a request for so
-# many must be a multiple of.
+# The most bytes of a cache that are prefetched to L2, which has 50 MB on an H200, and the number of
+# bytes that a request must be a multiple of.
 MOST_BROUGHT, REQUEST_MULTIPLE = 32 * 2**20, 16
 
 
 @triton.jit
 def _bring(ptr, n_bytes, each):
-    """Asks for memory to be brought to L2, `each` bytes a program."""
+    """Prefetches memory to L2, `each` bytes a program."""
     address = ptr.to(tl.int64) + tl.minimum(tl.program_id(0) * each, n_bytes - each)
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r", [address, each],
@@ -37,9 +36,10 @@ def _enter_kernel(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
     BRINGS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """A sample a program; where the cache has no such row nothing is written.
+    """Writes a sample's row in each program. Nothing is written if the cache has no such row.
 
-    BRINGS: every program asks for an equal part of the cache; one past the samples does no more.
+    BRINGS: every program prefetches an equal part of the cache. Programs past the samples do
+    nothing else.
     """
     if BRINGS:
         _bring(cache_ptr, n_bytes, each)
@@ -48,7 +48,7 @@ def _enter_kernel(
     mask = (head < HEADS) & (column < WIDTH) & (b < batch)
     follow(CHAINED)
     place = tl.load(lengths_ptr + b, mask=b < batch, other=0) - 1
-    # Queries come first in a row: half as many as there are keys and values.
+    # Queries come first in a row. They are half as many as keys and values.
     x = tl.load(rows_ptr + b * stride_b + (HEADS // 2 + head) * WIDTH + column, mask=mask)
     row = (b * HEADS + head) * capacity + place
     there = mask & (place >= 0) & (place < capacity)
@@ -58,13 +58,15 @@ def _enter_kernel(
 def entry(
     target: Target, cache: torch.Tensor, n_rows: int
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
-    """Returns the launch that takes (cache, rows, lengths): the first of a sample's rows becomes
-    the last of the first lengths[b] of its cache.
+    """Returns the launch that writes a sample's first row to row lengths[b] − 1 of its cache.
+
+    Call it with (cache, rows, lengths).
 
     Args:
-        target: where it runs.
-        cache: [B, 2 · H, capacity, D] as all will be, contiguous: keys, then values.
-        n_rows: of a sample; rows are [B, n_rows, 3 · H · D], contiguous: queries, keys, values.
+        target: the device.
+        cache: like all later caches: [B, 2 · H, capacity, D], contiguous, keys and then values.
+        n_rows: rows of a sample. `rows` are [B, n_rows, 3 · H · D], contiguous: queries, keys,
+            values.
     """
     (batch, heads, capacity, width), n_bytes = cache.shape, cache.nbytes
     chain, programs, each = chained(target), batch, 0

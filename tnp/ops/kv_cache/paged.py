@@ -1,15 +1,16 @@
-"""Keys and values of many sequences in pages of a pool, as `decode_attention` reads them.
+"""Keeps keys and values of many sequences in pages of a pool, which `decode_attention` reads.
 
-A page holds so many tokens of every layer. Sequences take pages as they grow, in any order, and
-give them back; forks share pages until one of them writes (Kwon et al., PagedAttention, arXiv
-2309.06180). Which page is whose the host knows: no question of it waits for the device. A captured
-step writes and reads by `lengths` and `page_table`, tensors that the host fills before it. How many
-sequences have a page the device is told whenever pages change hands, so that a step cannot write to
-one that is free or shared.
+A page holds a fixed number of tokens of every layer. Sequences take pages in any order as they
+grow, and give them back. Forks share pages until one of them writes (Kwon et al., PagedAttention,
+arXiv 2309.06180). The host knows the owners of each page, so nothing waits for the device. A
+captured step reads and writes by `n_keys` and `page_table`, tensors that the host fills before it.
+The device keeps the number of owners of each page, so that a step cannot write to a free or shared
+page.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -30,36 +31,37 @@ from tnp.util.checks import (
 
 
 class CacheFull(RuntimeError):
-    """There are not as many free pages as are needed; nothing was changed."""
+    """The cache has too few free pages; nothing was changed."""
 
 
 class Handle:
-    """A sequence in a cache, given by `PagedCache.allocate` and `fork`."""
+    """Stands for a sequence in a cache. `PagedCache.allocate` and `fork` return it."""
 
     __slots__ = ("_cache", "_pages", "_lengths", "_replaced")
 
     def __init__(self, cache: PagedCache, pages: list[int], lengths: list[int]) -> None:
         self._cache: PagedCache | None = cache  # None once it was freed
-        self._pages, self._lengths = pages, lengths  # in their order; of each layer
-        self._replaced = 0  # pages that it no longer has: a table from before is of no use
+        # pages in their order; the length in each layer
+        self._pages, self._lengths = pages, lengths
+        self._replaced = 0  # how many pages were replaced: tables from before are invalid
 
 
 Handles = Handle | Sequence[Handle]
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
-NOBODYS = -1  # in a page table, in place of a page that its sequence does not have
+NOBODYS = -1  # in a page table, for a page that its sequence does not have
 
 
 class PagedCache:
-    """A pool of pages, and the sequences that have them.
+    """Holds a pool of pages, and the sequences that own them.
 
     Args:
-        n_pages: pages of the pool.
-        page: tokens of a page; `decode_attention`'s own kernel takes multiples of 16.
-        n_layers: layers, each with keys and values of its own in every page.
-        n_kv_heads, head_dim: of a token in a layer.
-        dtype: of keys and values: float64, float32, bfloat16, float16 or float8_e4m3fn.
-        device: where they lie, 2 · n_layers · n_pages · page · n_kv_heads · head_dim numbers.
+        n_pages: how many pages the pool has.
+        page: tokens of a page. Our kernel of `decode_attention` takes multiples of 16.
+        n_layers: how many layers have keys and values in every page.
+        n_kv_heads, head_dim: heads of a token in a layer, and their width.
+        dtype: the dtype of keys and values: float64, float32, bfloat16, float16 or float8_e4m3fn.
+        device: where to keep 2 · n_layers · n_pages · page · n_kv_heads · head_dim numbers.
     """
 
     def __init__(
@@ -82,44 +84,45 @@ class PagedCache:
             raise ValueError(f"dtype is {dtype!r}: choose from {', '.join(map(str, DTYPES))}")
         self.page, self.dtype, self.device = page, dtype, visible_device(device)
         shape = n_layers, n_pages, page, n_kv_heads, head_dim
-        # Zeros: rows that nobody has written must be finite.
+        # Zeros, because rows that were never written must be finite.
         self._k, self._v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         self._free = list(range(n_pages))
-        self._owners = [0] * n_pages  # sequences that have a page
+        self._owners = [0] * n_pages  # how many sequences own each page
         self._owners_there = torch.zeros(n_pages, dtype=torch.int32, device=device)
-        self._tables = WeakIdKeyDictionary()  # that were handed out: their version, and of whom
+        # returned page tables: their versions, and their sequences
+        self._tables = WeakIdKeyDictionary()
 
     @property
     def n_layers(self) -> int:
-        """Layers that have keys and values in every page."""
+        """Returns the number of layers."""
         return len(self._k)
 
     @property
     def n_free(self) -> int:
-        """Pages that nobody has."""
+        """Returns the number of free pages."""
         return len(self._free)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """k and v of a layer, [n_pages, n_kv_heads, page, head_dim], views for decode_attention."""
+        """Returns a layer's k and v [n_pages, n_kv_heads, page, head_dim], for decode_attention."""
         self._require_layer(layer)
         return self._k[layer].transpose(1, 2), self._v[layer].transpose(1, 2)
 
     def allocate(self, n_tokens: int = 0) -> Handle:
-        """A new, empty sequence with pages for so many tokens; it may grow past them.
+        """Returns a new, empty sequence with pages for `n_tokens` tokens. It may grow further.
 
         Raises:
             ValueError: n_tokens is no whole number from 0 on.
-            CacheFull: there are not as many pages.
+            CacheFull: there are too few free pages.
         """
         n_tokens = require_count("n_tokens", n_tokens, 0)
         pages = self._take(-(-n_tokens // self.page))
         return Handle(self, pages, [0] * len(self._k))
 
     def fork(self, handle: Handle) -> Handle:
-        """A new sequence with the same tokens, whose pages both have until one of them writes.
+        """Returns a new sequence with the same tokens. Both share pages until one of them writes.
 
         Raises:
-            ValueError: the handle was freed, or is another cache's.
+            ValueError: the handle was freed, or belongs to another cache.
         """
         self._require_own([handle])
         written = -(-max(handle._lengths) // self.page)
@@ -128,10 +131,10 @@ class PagedCache:
         return Handle(self, pages, list(handle._lengths))
 
     def free(self, handle: Handle) -> None:
-        """Gives a sequence's pages back, those that no other has; the handle is of no use then.
+        """Gives back the pages that no other sequence has. The handle becomes invalid.
 
         Raises:
-            ValueError: the handle was freed already, or is another cache's.
+            ValueError: the handle was freed already, or belongs to another cache.
         """
         self._require_own([handle])
         self._give_back(handle._pages)
@@ -139,20 +142,20 @@ class PagedCache:
         handle._replaced += 1
 
     def append(self, handles: Handles, k: Tensor, v: Tensor, layer: int = 0) -> None:
-        """Writes new tokens' keys and values of a layer behind those that the layer has.
+        """Adds keys and values of new tokens to a layer.
 
-        The host counts tokens and takes pages here, so that no step with it can be captured:
-        `extend` and `write` are its two halves, for those that are.
+        The host counts tokens and takes pages here, so a step with this call cannot be captured.
+        For captured steps, `extend` and `write` do the two halves of the work.
 
         Args:
             handles: a sequence, or several, each once.
-            k, v: [n_kv_heads, T, head_dim] of one, [B, n_kv_heads, T, head_dim] of several, in the
-                cache's dtype and on its device; any strides.
-            layer: which layer; each counts its own tokens.
+            k, v: [n_kv_heads, T, head_dim] for one sequence, [B, n_kv_heads, T, head_dim] for
+                several, with the cache's dtype and device, and any strides.
+            layer: which layer. Each layer counts its own tokens.
 
         Raises:
             ValueError: shapes, dtypes, devices, handles or the layer do not fit.
-            CacheFull: there are not as many pages; nothing was written.
+            CacheFull: there are too few free pages; nothing was written.
         """
         several = self._several(handles)
         self._require_layer(layer)
@@ -165,21 +168,23 @@ class PagedCache:
         self._grow(several, layer, n_tokens)
         for one in several:
             one._lengths[layer] += n_tokens
-        self.write(k, v, self.lengths(several, layer), self.page_table(several), layer)
+        self.write(k, v, self.n_keys(several, layer), self.page_table(several), layer)
 
     def extend(self, handles: Handles, n_tokens: int) -> None:
-        """Counts so many new tokens in every layer, with pages of their own, that `write` fills.
+        """Counts `n_tokens` new tokens in every layer, and takes pages for them.
 
-        Before a captured step: `lengths` and `page_table` after it are what the step is to read.
+        `write` then fills them.
+
+        Call it before a captured step, which then reads the results of `n_keys` and `page_table`.
 
         Args:
             handles: a sequence, or several, each once.
-            n_tokens: of each.
+            n_tokens: new tokens of each sequence.
 
         Raises:
             ValueError: a handle does not fit, a sequence has layers of different lengths, or
                 n_tokens is no whole number from 0 on.
-            CacheFull: there are not as many pages; nothing was changed.
+            CacheFull: there are too few free pages; nothing was changed.
         """
         several = self._several(handles)
         n_tokens = require_count("n_tokens", n_tokens, 0)
@@ -195,21 +200,21 @@ class PagedCache:
             one._lengths = [length + n_tokens for length in one._lengths]
 
     def write(
-        self, k: Tensor, v: Tensor, lengths: Tensor, page_table: Tensor, layer: int = 0
+        self, k: Tensor, v: Tensor, n_keys: Tensor, page_table: Tensor, layer: int = 0
     ) -> None:
-        """Writes the last tokens of sequences where `lengths` and `page_table` say they lie.
+        """Writes the last tokens of sequences to the places that `n_keys` and `page_table` give.
 
-        The host reads no number of theirs, so that a captured step writes where they say then.
+        The host does not read these tensors, so a captured step uses their numbers at each replay.
 
         Args:
-            k, v: [B, n_kv_heads, T, head_dim], the last T tokens of each sequence, in the cache's
-                dtype and on its device; any strides.
-            lengths: int32 [B] as `lengths` gives, with these tokens; at least T. What is less, or
-                past the table, the device asserts.
-            page_table: int32 [B, columns] as `page_table` gives. It is valid until one of its
-                sequences is freed or writes to a page that it shared. That a page which is written
-                has exactly one owner the device asserts, in a captured step too; that a table is
-                older is refused where it is the very tensor that `page_table` gave.
+            k, v: [B, n_kv_heads, T, head_dim], the last T tokens of each sequence, with the cache's
+                dtype and device, and any strides.
+            n_keys: int32 [B], the result of `n_keys` with these tokens, at least T. The device
+                asserts that numbers are in range.
+            page_table: int32 [B, columns], the result of `page_table`. It is valid until one of its
+                sequences is freed, or writes to a page that it shared. The device asserts, also in
+                a captured step, that a written page has exactly one owner. An older tensor of
+                `page_table` is refused.
             layer: which layer.
 
         Raises:
@@ -217,46 +222,52 @@ class PagedCache:
                 valid, or on a CPU the numbers, or the owners of a page.
         """
         self._require_layer(layer)
-        require_tensors(k=k, v=v, lengths=lengths, page_table=page_table)
-        self._require_tokens(lengths.numel(), k=k, v=v)
-        require_lengths(k, lengths=lengths)
+        require_tensors(k=k, v=v, n_keys=n_keys, page_table=page_table)
+        self._require_tokens(n_keys.numel(), k=k, v=v)
+        require_lengths(k, n_keys=n_keys)
         shape = tuple(page_table.shape)
-        if page_table.dtype != torch.int32 or len(shape) != 2 or shape[0] != len(lengths):
+        if page_table.dtype != torch.int32 or len(shape) != 2 or shape[0] != len(n_keys):
             raise ValueError(
-                f"page_table is {page_table.dtype} {shape}: it must be int32 [{len(lengths)}, "
+                f"page_table is {page_table.dtype} {shape}: it must be int32 [{len(n_keys)}, "
                 "columns]"
             )
         n_tokens = k.shape[2]
-        require_between("lengths", lengths, n_tokens, page_table.shape[1] * self.page)
-        require_pages(page_table, lengths, self.page, len(self._owners))
-        ahead = torch.arange(-n_tokens, 0, device=lengths.device)
-        position = lengths[:, None] + ahead
+        require_between("n_keys", n_keys, n_tokens, page_table.shape[1] * self.page)
+        require_pages(page_table, n_keys, self.page, len(self._owners))
+        ahead = torch.arange(-n_tokens, 0, device=n_keys.device)
+        position = n_keys[:, None] + ahead
         pages = page_table.gather(1, position // self.page)
         self._require_one_owner(page_table, pages)
         slots = (pages.long() * self.page + position % self.page).flatten()
         for memory, x in ((self._k[layer], k), (self._v[layer], v)):
             _as_bytes(memory).flatten(0, 1).index_copy_(0, slots, _as_bytes(to_rows(x)))
 
-    def lengths(self, handles: Handles, layer: int = 0) -> Tensor:
-        """int32 [B] on the cache's device: tokens of each sequence in a layer."""
+    def n_keys(self, handles: Handles, layer: int = 0) -> Tensor:
+        """Returns the tokens of each sequence in a layer, int32 [B] on the cache's device."""
         several = self._several(handles)
         self._require_layer(layer)
         found = [one._lengths[layer] for one in several]
         return torch.tensor(found, dtype=torch.int32, device=self.device)
 
-    def page_table(self, handles: Handles, columns: int | None = None) -> Tensor:
-        """int32 [B, columns] on the cache's device: each sequence's pages in their order, then −1.
+    def lengths(self, handles: Handles, layer: int = 0) -> Tensor:
+        """Returns the result of `n_keys`, the new name of this method."""
+        warnings.warn("PagedCache.lengths is now n_keys", DeprecationWarning, stacklevel=2)
+        return self.n_keys(handles, layer)
 
-        It is valid until pages change hands: until one of its sequences is freed, or writes to a
-        page that it shared. Whoever reads by an older table reads what others wrote.
+    def page_table(self, handles: Handles, columns: int | None = None) -> Tensor:
+        """Returns each sequence's pages in their order and then −1, int32 [B, columns] on the
+        cache's device.
+
+        It is valid until one of its sequences is freed, or writes to a page that it shared. With an
+        older table one reads tokens of other sequences.
 
         Args:
             handles: a sequence, or several.
-            columns: as many as every sequence of a captured step may come to need; as many as the
-                longest has where None.
+            columns: the most pages that a sequence of a captured step may need. None: the pages of
+                the longest sequence.
 
         Raises:
-            ValueError: a handle was freed or is another cache's, or has more pages than columns.
+            ValueError: a handle was freed, is of another cache, or has more pages than columns.
         """
         several = self._several(handles)
         most = max((len(one._pages) for one in several), default=0)
@@ -266,13 +277,13 @@ class PagedCache:
         rows = [one._pages + [NOBODYS] * (columns - len(one._pages)) for one in several]
         table = torch.tensor(rows, dtype=torch.int32).reshape(len(several), columns)
         table = table.to(self.device)
-        if not table.is_inference():  # which does not tell whether it was changed
+        if not table.is_inference():  # inference tensors do not count their changes
             of = [(one, one._replaced) for one in several]
             self._tables[table] = table._version, of
         return table
 
     def _grow(self, handles: list[Handle], layer: int, n_tokens: int) -> None:
-        """Pages for so many more tokens, none of them shared: of all the sequences or of none."""
+        """Takes unshared pages for `n_tokens` more tokens, for all the sequences or for none."""
         missing, shared, writes = [], [], dict[int, int]()
         for one in handles:
             begin = one._lengths[layer]
@@ -281,7 +292,7 @@ class PagedCache:
             for at in range(begin // self.page, min(end, len(one._pages))):
                 page = one._pages[at]
                 writes[page] = writes.get(page, 0) + 1
-                # The last of those that have a page, if all of them write, may keep it.
+                # If all sequences that own a page write, the last one keeps it.
                 if self._owners[page] - writes[page] > 0:
                     shared.append((one, at))
         new = iter(self._take(sum(missing) + len(shared)))
@@ -299,7 +310,7 @@ class PagedCache:
             self._give_back(old)
 
     def _take(self, n: int) -> list[int]:
-        """Takes so many free pages, or raises CacheFull."""
+        """Takes `n` free pages, or raises CacheFull."""
         if n > len(self._free):
             raise CacheFull(
                 f"{n} pages of {self.page} tokens are needed and {len(self._free)} of "
@@ -315,7 +326,7 @@ class PagedCache:
         self._free += [page for page in dict.fromkeys(pages) if not self._owners[page]]
 
     def _count(self, pages: list[int], more: int) -> None:
-        """Adds so many owners to each page, here and, behind earlier launches, on the device."""
+        """Adds `more` owners to each page, on the host and, after earlier launches, the device."""
         if not pages:
             return
         for page in pages:
@@ -327,7 +338,8 @@ class PagedCache:
 
     def _require_valid(self, page_table: Tensor) -> None:
         version, of = self._tables.get(page_table, (None, ()))
-        if version is None or version != page_table._version:  # not ours, or changed since
+        # not from `page_table`, or changed since
+        if version is None or version != page_table._version:
             return
         for sample, (one, replaced) in enumerate(of):
             if one._replaced != replaced:
@@ -337,9 +349,7 @@ class PagedCache:
                 )
 
     def _require_one_owner(self, page_table: Tensor, pages: Tensor) -> None:
-        """Requires that each page to be written has one owner, and that a table of this cache is
-        still valid.
-        """
+        """Requires that each written page has one owner, and that the table is still valid."""
         if not torch.compiler.is_compiling():
             self._require_valid(page_table)
         owners = self._owners_there[pages.long()]
@@ -366,13 +376,13 @@ class PagedCache:
     def _require_own(self, handles: list[Handle]) -> None:
         for at, one in enumerate(handles):
             if not isinstance(one, Handle):
-                raise ValueError(f"handle {at} is {one!r}: it must be what allocate or fork gave")
+                raise ValueError(f"handle {at} is {one!r}: it must be a result of allocate or fork")
             if one._cache is None:
-                raise ValueError(f"handle {at} was freed: its pages may be another sequence's")
+                raise ValueError(f"handle {at} was freed: its pages may belong to another sequence")
             if one._cache is not self:
-                raise ValueError(f"handle {at} is another cache's")
+                raise ValueError(f"handle {at} belongs to another cache")
         if len(set(handles)) < len(handles):
-            raise ValueError("a handle stands twice among those given: each may stand once")
+            raise ValueError("handles has a handle twice: each may occur once")
 
     def _require_layer(self, layer: int) -> None:
         if layer.__class__ is not int or layer not in range(len(self._k)):
@@ -390,7 +400,7 @@ class PagedCache:
             if x.dim() != 4 or (*x.shape[:2], x.shape[3]) != (batch, n_kv_heads, head_dim):
                 raise ValueError(
                     f"{name} has shape {tuple(x.shape)}: it must be [{batch}, {n_kv_heads}, T, "
-                    f"{head_dim}], without the first of one sequence"
+                    f"{head_dim}], or without B for one sequence"
                 )
         if tensors["k"].shape != tensors["v"].shape:
             shapes = " and ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())

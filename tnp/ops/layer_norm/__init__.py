@@ -1,4 +1,4 @@
-"""LayerNorm.
+"""Computes LayerNorm.
 
     mean = mean_d x    rstd = 1/√(mean_d (x − mean)² + eps)    y = (x − mean) · rstd · weight + bias
 
@@ -24,21 +24,20 @@ from tnp.util.checks import positive_number, require_floats, require_one_device
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["layer_norm"]
+
 EPS = 1e-5
 MAX_WIDTH = 16384  # a whole row lies in registers of the forward kernel
 
 
 def reference(x, weight, bias, eps):
-    """Computes the formula in PyTorch, in whatever dtype it is given; the parameters are cast to
-    x's.
-    """
+    """Computes the formula in PyTorch, in x's dtype, to which the parameters are cast."""
     from torch.nn.functional import layer_norm
 
     return layer_norm(x, weight.shape, weight.to(x.dtype), bias.to(x.dtype), eps)
 
 
 def describe(x, weight, bias) -> dict:
-    """Returns the sizes; raises ValueError where the tensors do not go together."""
     same = x.shape[-1:] == weight.shape == bias.shape
     if not same or weight.dim() != 1 or len(weight) == 0:
         raise ValueError(
@@ -61,7 +60,7 @@ def draw(case, random) -> dict:
 
 
 def work(case, pass_) -> Work:
-    """Counts x → y; x and dy → dx; the float32 parameters, and backward their gradients."""
+    """Counts x → y, or x and dy → dx, and the float32 parameters, and backward their gradients."""
     parameters = 2 * case.problem["width"] * 4
     size = case.problem["rows"] * case.problem["width"] * case.problem.itemsize
     if pass_ == "forward":
@@ -70,14 +69,14 @@ def work(case, pass_) -> Work:
 
 
 def within(model, run):
-    """Returns the problem of the norms of a language model that has this kind."""
+    """Returns the problem of the norms of a language model that uses LayerNorm."""
     if model.get("norm") != "layer":
         return None
     return OPERATOR.problem(run["dtype"], rows=rows_within(run), width=model["d_model"])
 
 
-# Rows and width, and how they are drawn. Both sides of what a program or a block holds;
-# an offset that a variance taken as mean_d x² − mean² would drown in.
+# Rows and width, and how they are drawn: both sides of the size of a program or a block, and an
+# offset that would ruin a variance computed as mean_d x² − mean².
 _GPU = {
     "bfloat16": (
         (16_384, 768, {}),
@@ -151,12 +150,12 @@ OPERATOR = Operator(
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor, *, eps: float = EPS, implementation: str = "torch"
 ) -> Tensor:
-    """(x − mean_d x) / √(var_d x + eps) · weight + bias.
+    """Returns (x − mean_d x) / √(var_d x + eps) · weight + bias.
 
     Args:
-        x: [..., D], any strides; what is contiguous but for its rows, as h[:, n:], is not copied.
-            bfloat16, float16 or float32 and D at most 16,384 for `triton`.
-        weight, bias: [D], any float dtype; `torch` casts them to x's.
+        x: [..., D], any strides. A tensor with contiguous rows, such as h[:, n:], is not copied.
+            `triton` takes bfloat16, float16 or float32, and D up to 16,384.
+        weight, bias: [D], any float dtype. `torch` casts them to x's dtype.
         eps: a number, positive and finite.
         implementation: a name of `tnp.dispatch.registry`, or "auto".
 
@@ -164,7 +163,7 @@ def layer_norm(
         [..., D] in x's dtype, contiguous from `triton`.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not go together.
+        ValueError: shapes, dtypes or devices do not fit together.
         RuntimeError: the implementation cannot run here, with the reason.
     """
     import tnp.dispatch.call as dispatch

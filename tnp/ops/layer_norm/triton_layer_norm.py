@@ -1,13 +1,13 @@
-"""LayerNorm in Triton: a program holds whole rows, each read once and written once.
+"""Computes LayerNorm in Triton: a program holds whole rows, each read once and written once.
 
 With x̂ = (x − mean)·rstd and g = dy·weight
 
     y = x̂·weight + bias
     dx = rstd·(g − mean_d(g) − x̂·mean_d(g·x̂))    dweight = Σ_rows dy·x̂    dbias = Σ_rows dy
 
-Computed in float32, the variance of what is centered. Mean and rstd of each row, 8 bytes, are saved
-for the backward pass, whose programs walk the rows and keep dweight and dbias in registers; their
-partial sums are added up in a fixed order. Rows too wide for that are read twice
+It computes in float32, and takes the variance of centered numbers. Mean and rstd of each row, 8
+bytes, are saved for the backward pass. Its programs walk the rows and keep dweight and dbias in
+registers. Their partial sums are added up in a fixed order. Rows too wide for that are read twice
 (`tnp.ops._shared.norms`). (Ba, Kiros and Hinton, Layer Normalization, arXiv 1607.06450.)
 """
 
@@ -62,7 +62,7 @@ def _layer_norm_bwd_kernel(
     stride_gb, stride_gl, stride_xb, stride_xl, n_rows, n_inner,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program p takes every `num_programs`-th group of ROWS rows, and writes both partials[p]."""
+    """Writes both partials[p] in program p, for every `num_programs`-th group of ROWS rows."""
     offs_d = tl.arange(0, BLOCK_D)
     weight = load_rows(weight_ptr, offs_d, offs_d < D)
     dweight = tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -77,7 +77,7 @@ def _layer_norm_bwd_kernel(
         dy = load_rows(dy_ptr, offs_g, mask)
         mean = tl.load(mean_ptr + rows, mask=rows < n_rows, other=0.0)
         rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)
-        # Past the row's end g is 0, whatever x̂ is there.
+        # Past the row's end g is 0, so x̂ may be anything there.
         normalized = (x - mean[:, None]) * rstd[:, None]
         g = dy * weight[None, :]
         dbias += dy
@@ -116,7 +116,7 @@ def _layer_norm_coefficients_kernel(
 
 
 def empty(wanted, inputs):
-    """Allocates the result, and mean and rstd of every row where a gradient is requested."""
+    """Allocates the result, and mean and rstd of every row if a gradient is requested."""
     x, _weight, _bias = inputs
     saved = (_statistics(x), _statistics(x)) if wanted else ()
     return (x.new_empty(x.shape),), saved
@@ -141,7 +141,7 @@ def prepare(call, config, inputs):
         x, weight, bias = inputs
         y = x.new_empty_strided(*of_y)
         saved = tuple([x.new_empty_strided(*of_saved, dtype=torch.float32) for _ in range(n_saved)])
-        statistics = saved or (weight, weight)  # not read where nothing is saved
+        statistics = saved or (weight, weight)  # not read if nothing is saved
         kernel(x_rows.of(x), weight.contiguous(), bias.contiguous(), y, *statistics, *scalars)
         return (y,), saved
 

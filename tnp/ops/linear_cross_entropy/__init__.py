@@ -1,11 +1,11 @@
-"""Cross-entropy of a linear layer's logits, which are never in memory at once.
+"""Computes cross-entropy of a linear layer's logits, which are never all in memory.
 
     loss = mean over targets t that count of log Σ_j e^(l_j) − l_t        l = x weightᵀ
 
-Logits are rounded to x's dtype, as the layer would give them; the loss is in float32. A target of
-−100 does not count. At 16,384 rows of 128,256 classes logits are 4.2 GB in 16 bits, and so is their
-gradient: both are made a chunk of rows at a time (as in Liger Kernel, arXiv 2410.10989, and as
-against Cut Cross-Entropy, arXiv 2411.09009, which multiplies twice).
+Logits are rounded to x's dtype, like the layer's results. The loss is float32. A target of −100
+does not count. At 16,384 rows of 128,256 classes, logits take 4.2 GB in 16 bits, and so does their
+gradient. Both are made for a chunk of rows at a time, as in Liger Kernel (arXiv 2410.10989). Cut
+Cross-Entropy (arXiv 2411.09009) multiplies twice instead.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from tnp.util.checks import require_alike, require_floats
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["linear_cross_entropy"]
+
 
 def reference(x, weight, target):
-    """Computes all logits at once in PyTorch."""
     return loss_of_logits(x @ weight.T, target)
 
 
 def describe(x, weight, target) -> dict:
-    """Returns the sizes; raises ValueError where the tensors do not go together."""
     require_floats(x=x, weight=weight)
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(
@@ -48,9 +48,7 @@ def describe(x, weight, target) -> dict:
 
 
 def draw(case, random) -> dict:
-    """Draws normal x of the case's `magnitude` (1); a weight of x's dtype; one target in `ignored`
-    is.
-    """
+    """Draws x of the case's `magnitude` (1), weight, and targets, one in `ignored` ignored."""
     n, d, v = (case.problem[name] for name in ("rows", "width", "classes"))
     return {
         "x": random(n, d) * (case["magnitude"] or 1.0),
@@ -60,7 +58,7 @@ def draw(case, random) -> dict:
 
 
 def work(case, pass_) -> Work:
-    """Counts one product, and with the gradients, which may be made along with the loss, three."""
+    """Counts one product, or three with gradients, which the forward pass may compute."""
     problem = case.problem
     n, d, v = (problem[name] for name in ("rows", "width", "classes"))
     operands = (n + v) * d * problem.itemsize
@@ -69,9 +67,7 @@ def work(case, pass_) -> Work:
 
 
 def cases(target) -> list[Case]:
-    """Covers one chunk and several, the last one ragged; targets that do not count; sharp
-    softmaxes.
-    """
+    """Covers one and several chunks, a ragged one, ignored targets, and sharp softmaxes."""
     if target.kind != "cuda":
         return [
             OPERATOR.case("bfloat16", 23, 16, 200, ignored=3),
@@ -92,9 +88,7 @@ def cases(target) -> list[Case]:
 
 
 def condition(case, inputs) -> float:
-    """Estimates the error that rounding the logits leaves in the loss, a mean in which PyTorch's
-    own error may cancel.
-    """
+    """Estimates the loss's error from rounded logits; PyTorch's own may be 0 by chance."""
     import torch
 
     x, weight, target = (inputs[name] for name in ("x", "weight", "target"))
@@ -105,7 +99,6 @@ def condition(case, inputs) -> float:
 
 
 def within(model, run):
-    """Returns the problem of a language model."""
     if "vocabulary" not in model:
         return None
     return OPERATOR.problem(
@@ -122,10 +115,7 @@ OPERATOR = Operator(
     differentiated=("x", "weight"),
     keeps=(),
     backward_with_forward=True,
-    implementations=(
-        *by_pytorch(reference),
-        by_triton("triton", "linear_cross_entropy", _CODE),
-    ),
+    implementations=(*by_pytorch(reference), by_triton("triton", "linear_cross_entropy", _CODE)),
     describe=describe,
     draw=draw,
     reference=reference,
@@ -147,34 +137,32 @@ OPERATOR = Operator(
 
 
 def linear_cross_entropy(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    *,
-    implementation: str = "torch",
+    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *, implementation: str = "torch"
 ) -> torch.Tensor:
-    """Mean nats per target that counts, of logits x weightᵀ.
+    """Returns the mean negative log-likelihood, in nats, over targets that count, with logits x
+    weightᵀ.
 
     Args:
         x: [N, D], bfloat16, float16 or float32 (float64 for `torch` only), any strides.
-        weight: [V, D], of x's dtype.
-        target: [N], int64, each a class or −100, which does not count. Others are treated as by
-            `cross_entropy`.
+        weight: [V, D] in x's dtype.
+        target: [N], int64, each a class, or −100, which does not count. Other numbers have the same
+            effect as in `cross_entropy`.
         implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
-        A scalar, float32 (float64 for float64 x); NaN where no target counts, with gradient 0.
-        `triton` makes the gradients that are wanted along with it: beside them 1 GiB of logits is
-        in memory at once at most, and in the backward pass the gradients before they are scaled.
-        Where a row of V logits is no multiple of 128 bytes, it makes a padded copy of the weight.
+        A scalar, float32 (float64 for float64 x). It is NaN with gradient 0 if no target counts.
+        `triton` computes the wanted gradients together with the loss. Beside them, at most 1 GiB of
+        logits is in memory at once, and in the backward pass also the gradients before they are
+        scaled. If a row of V logits is no multiple of 128 bytes, it makes a padded copy of the
+        weight.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not go together, or on the CPU a target that
-            is no class.
+        ValueError: shapes, dtypes or devices do not fit together, or on the CPU a target is no
+            class.
         RuntimeError: the implementation cannot run here, with the reason.
     """
     import tnp.dispatch.call as dispatch
 
-    if getattr(weight, "ndim", 0) == 2:  # what is not, or no tensor, `describe` and `call` refuse
+    if getattr(weight, "ndim", 0) == 2:  # `describe` and `call` refuse other objects and dimensions
         require_classes(target, weight.shape[0])
     return dispatch.call(OPERATOR, implementation, (x, weight, target))

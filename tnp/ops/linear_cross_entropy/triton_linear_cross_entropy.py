@@ -1,21 +1,21 @@
-"""The loss of a linear layer's logits, a chunk of rows at a time, and its gradients along with it.
+"""Computes the loss of a linear layer's logits, and its gradients, for a chunk of rows at a time.
 
     X_c Wᵀ → L    L → G = softmax(L) − onehot, in L's place    dX_c = G W    dW += Gᵀ X_c
 
 V is padded with classes of weight 0 to a multiple of 128 bytes in x's dtype, which copies the
-weight. cuBLAS multiplies; a kernel between the products takes a row's maximum and sum in one pass
-over it, writes its loss, and puts the gradient where the logits were in a second. So the extra
-memory is one chunk of logits, and no product is made twice. Chunks of the vocabulary would let dW
-be summed in float32 at once, but need every row's sum first, which costs the first product again: a
-quarter of the whole.
+weight. cuBLAS multiplies. A kernel between the products finds a row's maximum and sum in one pass,
+and writes its loss. In a second pass it replaces the logits by the gradient. So the extra memory is
+one chunk of logits, and no product is computed twice. With chunks of the vocabulary, dW could be
+summed in float32. But they need every row's sum first, which costs the first product again: a
+quarter of all work.
 
-What the chunks cost is accuracy of dW in 16 bits: cuBLAS accumulates in float32, but between
-chunks dW lies in its own dtype, and is rounded once a chunk. A float32 accumulator would be twice
-dW's memory, as much as two chunks more. In float32 nothing is lost.
+Chunks cost accuracy of dW in 16 bits. cuBLAS accumulates in float32, but dW is rounded to its own
+dtype once a chunk. A float32 accumulator would take twice dW's memory, as much as two chunks. In
+float32 nothing is lost.
 
-The backward pass multiplies by dloss / n_counted. G is not divided by n before, nor dX and dW: in
-float16 most of it would be 0. dW is kept 2^−k of its size with 2^k ≈ √n, so that what adds up over
-many rows stays in float16's range, and what does not stays out of its subnormal numbers.
+The backward pass multiplies by dloss / n_counted. G, dX and dW are not divided by n before, because
+most numbers would be 0 in float16. dW is multiplied by 2^−k with 2^k ≈ √n. So large sums over many
+rows stay in float16's range, and small ones do not become subnormal.
 """
 
 import math
@@ -41,32 +41,32 @@ from tnp.ops.cross_entropy.triton_cross_entropy import (
     with_classes,
 )
 
-# A row of logits is a multiple. On an H200 the three products reach 656 TFLOP/s at 128,256 classes.
-# At 50,257 they reached 135 where rows began at multiples and the width of the products was odd.
+# Rows of logits are a multiple of this. On an H200 the three products reach 656 TFLOP/s at 128,256
+# classes. At 50,257 they reached 135 with rows at such multiples but an odd width of the products.
 ROW_BYTES = 128
 
 
 @dataclass(frozen=True)
 class ChunkConfig(Config):
-    """Sets the same as cross-entropy's, and how large a chunk of logits may be, and what its rows
-    are a multiple of.
+    """Sets what cross-entropy's configuration sets, and also the size of a chunk of logits, and a
+    number that divides its rows.
 
-    A multiple of 4 keeps every chunk's targets and losses at 16 bytes.
+    A multiple of 4 keeps every chunk's targets and losses aligned to 16 bytes.
     """
 
     chunk_bytes: int
     multiple: int
 
     def rows(self, n_rows: int, row_bytes: int) -> int:
-        """Returns the rows of a chunk: as equal as they get, the last one smaller."""
+        """Returns the rows of a chunk. Chunks are nearly equal, and the last one may be smaller."""
         most = max(self.chunk_bytes // row_bytes // self.multiple, 1) * self.multiple
         equal = triton.cdiv(n_rows, triton.cdiv(n_rows, most))
         return triton.cdiv(equal, self.multiple) * self.multiple
 
 
-# 1 GiB holds 4,096 rows of 128,256 classes in 16 bits. The first alone was timed (5ef1969).
+# 1 GiB holds 4,096 rows of 128,256 classes in 16 bits. Only the first was timed (5ef1969).
 CONFIGS = (ChunkConfig(4096, 16, 3, 2**30, 128), ChunkConfig(4096, 16, 3, 2**29, 128))
-# Several chunks at sizes that the interpreter can run.
+# Small, so that the interpreter runs several chunks.
 INTERPRETED = (ChunkConfig(256, 4, 1, 2**12, 4),)
 
 
@@ -75,7 +75,7 @@ def _softmax_gradient_kernel(
     logits_ptr, target_ptr, nll_ptr, n_rows, n_classes, stride_n, stride_t,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, WITH_GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """The loss of each row, and the gradient in place of its logits."""
+    """Writes the loss of each row, and replaces its logits by their gradient."""
     offs_n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = offs_n < n_rows
     target = tl.load(target_ptr + offs_n.to(tl.int64) * stride_t, mask=inside, other=IGNORE)
@@ -107,9 +107,7 @@ def empty(wanted, inputs):
 
 
 def _kept_scale(n_rows: int) -> float:
-    """Returns the scale of the dW that is saved: about 1 / √n, and a power of two, which rounds
-    nothing.
-    """
+    """Returns the scale of the saved dW: about 1 / √n, a power of two, to round nothing."""
     return 2.0 ** -round(math.log2(n_rows) / 2)
 
 

@@ -1,12 +1,12 @@
-"""Mixture heads: one small MLP for each of K components, all of the same input.
+"""Computes mixture heads: one small MLP for each of K components, all with the same input.
 
     out_k = silu(x up_kᵀ) down_kᵀ        out [..., K, O], O = 1 + 2·d_y
 
-`torch` multiplies with all heads' up at once, `loop` head by head, `bmm` as a batch, `grouped_mm`
-through PyTorch's grouped matmul; their results are in x's dtype. `fused` is ours (`hopper`,
-`triton_heads`): the hidden rows, K · F wide, stay on the chip. On Hopper, up to `SAVED_ROWS` rows,
-z = x up_kᵀ is written too, for the backward pass (`saved_z`). Its result is float32, as it was
-summed. Weights are float32 parameters, cast to x's dtype (`tnp.ops._shared.casting`).
+`torch` multiplies by all heads' up at once, `loop` head by head, `bmm` as a batch, and `grouped_mm`
+by PyTorch's grouped matmul. Their results are in x's dtype. `fused` is ours (`hopper`,
+`triton_heads`): the hidden rows, K · F wide, stay on the chip, and the result is float32. On
+Hopper, up to `SAVED_ROWS` rows, it also writes z = x up_kᵀ for the backward pass (`saved_z`).
+Weights are float32 parameters, cast to x's dtype (`tnp.ops._shared.casting`).
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ from tnp.util.checks import require_floats, require_one_device
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Elements of the 16 bytes that grouped_mm wants rows to be multiples of.
+__all__ = ["mixture_heads"]
+
+# grouped_mm takes rows of a multiple of 16 bytes, which hold so many elements.
 GROUPED_MULTIPLE = 8
-MAX_OUTPUTS = 16  # of a head, for `fused`
-# Of more rows than this `fused` saves nothing, and computes z again: z of 40,000 rows takes 1.1 GB
-# at 10 heads and F = 1408, and where rows are more, memory is short and attention most of a step.
+MAX_OUTPUTS = 16  # the most outputs of a head, for `fused`
+# For more rows `fused` saves nothing and computes z again. z of 40,000 rows takes 1.1 GB at 10
+# heads and F = 1408. With more rows memory is short, and attention takes most of a step.
 SAVED_ROWS = 40_000
-N_OUTPUTS = 3  # of the model's heads: logit of the weight, mean, log sigma of one dimension
+N_OUTPUTS = 3  # of the model's heads: logit of the weight, mean and log sigma of one dimension
 
 
 def reference(x, up, down):
@@ -70,10 +72,7 @@ def _bmm(x, up, down):
 
 
 def _grouped_mm(x, up, down):
-    """Does the same as `_bmm`.
-
-    O is zero-padded to the width that grouped_mm wants rows to be multiples of.
-    """
+    """Does the same as `_bmm`, with O zero-padded to a multiple that grouped_mm takes."""
     from torch.nn.functional import grouped_mm, pad, silu
 
     n_out = down.shape[1]
@@ -85,7 +84,6 @@ def _grouped_mm(x, up, down):
 
 
 def describe(x, up, down) -> dict:
-    """Returns the sizes; raises ValueError where the tensors do not go together."""
     if up.dim() != 3 or down.dim() != 3 or down.shape[::2] != up.shape[:2]:
         raise ValueError(
             f"up is {tuple(up.shape)} and down {tuple(down.shape)}: "
@@ -103,10 +101,11 @@ def describe(x, up, down) -> dict:
 
 
 def draw(case, random) -> dict:
-    """Draws normal x; weights scaled by their fan-in, of d_ff hidden units the first `d_ff_real`
-    real.
+    """Draws normal x, and weights scaled by their fan-in.
 
-    With `wide`, x is columns `start` to `start + d_model` of a tensor that wide.
+    Hidden units after the first `d_ff_real` are padding.
+
+    With `wide`, x is columns `start` to `start + d_model` of a tensor of that width.
     """
     problem = case.problem
     d_model, d_ff, n_heads = (problem[name] for name in ("d_model", "d_ff", "n_components"))
@@ -121,7 +120,7 @@ def draw(case, random) -> dict:
 
 
 def work(case, pass_) -> Work:
-    """Counts as `mlp` does, with n_components · n_outputs numbers of x's dtype written a row."""
+    """Counts the work of `mlp`, and n_components · n_outputs numbers written for each row."""
     problem = case.problem
     n, d_model, d_ff, n_heads, n_out = (size for _, size in problem.sizes)
     products = {"forward": 1, "backward": 2}[pass_]
@@ -134,9 +133,7 @@ def work(case, pass_) -> Work:
 
 
 def cases(target) -> list[Case]:
-    """Covers one row and many, padding, a ragged width, other numbers of heads and outputs, strided
-    x.
-    """
+    """Covers one and many rows, padding, ragged widths, other heads and outputs, strided x."""
     case = OPERATOR.case
     if target.kind != "cuda":
         sizes, padded = (70, 32, 48, 3, N_OUTPUTS), {"d_ff_real": 42}
@@ -150,7 +147,7 @@ def cases(target) -> list[Case]:
         ]
     model, padded = (512, 1408, 10, N_OUTPUTS), {"d_ff_real": 1365}
     return [
-        # Of more than 40,000 rows nothing is saved on Hopper.
+        # With more than 40,000 rows nothing is saved on Hopper.
         *(
             case("bfloat16", n, *model, **padded)
             for n in (1, 16, 17, 63, 65, 564, 777, 11_000, 44_000)
@@ -161,13 +158,13 @@ def cases(target) -> list[Case]:
         case("bfloat16", 777, *model, wide=576, start=1, **padded),  # no row starts at 16 bytes
         case("float16", 777, *model, **padded),
         case("float32", 564, *model, **padded),
-        case("bfloat16", 300, 512, 1365, 10, N_OUTPUTS),  # what a kernel multiplies is padded
+        case("bfloat16", 300, 512, 1365, 10, N_OUTPUTS),  # the hidden width is padded
         case("bfloat16", 4097, 64, 96, 3, 16),
     ]
 
 
 def compiled(target) -> Iterator[Problem]:
-    """Yields problems to compile: of rows whose z is saved, and of few rows."""
+    """Yields problems to compile: with so many rows that z is saved, and with few rows."""
     sizes = {"d_model": 512, "d_ff": 1408, "n_components": 10, "n_outputs": N_OUTPUTS}
     for dtype in ("bfloat16", "float32") if target.capability == 90 else ("bfloat16",):
         for rows in (2, 32_000):
@@ -175,7 +172,6 @@ def compiled(target) -> Iterator[Problem]:
 
 
 def within(model, run):
-    """Returns the problem of all targets."""
     return OPERATOR.problem(
         run["dtype"], rows=run["batch"] * run["n_target"], d_model=model["d_model"],
         d_ff=model.get("d_ff_storage") or model["d_ff"], n_components=model["n_components"],
@@ -228,7 +224,7 @@ OPERATOR = Operator(
     differentiated=("x", "up", "down"),
     implementations=(
         *by_pytorch(reference),
-        # For benchmarks and models that name it.
+        # Only benchmarks and models that name it use it.
         Implementation("loop", run=_loop, provider="torch", dtypes=ALL_FLOATS, selectable=False),
         Implementation("bmm", run=_bmm, provider="torch", dtypes=ALL_FLOATS),
         Implementation(
@@ -256,20 +252,20 @@ OPERATOR = Operator(
 
 
 def mixture_heads(x: Tensor, up: Tensor, down: Tensor, *, implementation: str = "torch") -> Tensor:
-    """silu(x up_kᵀ) down_kᵀ of every head k.
+    """Returns silu(x up_kᵀ) down_kᵀ of every head k.
 
     Args:
-        x: [..., D]; bfloat16, float16 or float32 for `fused`, bfloat16 for `grouped_mm`, float64
-            too otherwise.
-        up: [K, F, D], down: [K, O, F]; any float dtype, as a rule float32 parameters. O is at most
-            16 for `fused`; D and F are multiples of 8 for `grouped_mm`.
+        x: [..., D]. `fused` takes bfloat16, float16 or float32, `grouped_mm` bfloat16, others
+            float64 too.
+        up, down: [K, F, D] and [K, O, F], any float dtype, usually float32 parameters. `fused`
+            takes O up to 16, `grouped_mm` D and F that are multiples of 8.
         implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
-        [..., K, O], float32 for `fused`, elsewhere in x's dtype.
+        [..., K, O], float32 from `fused`, else in x's dtype.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not go together.
+        ValueError: shapes, dtypes or devices do not fit together.
         RuntimeError: the implementation cannot run on this device and these sizes and dtypes.
     """
     import tnp.dispatch.call as dispatch

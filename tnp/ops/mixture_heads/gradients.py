@@ -1,7 +1,7 @@
-"""From chunks of the hidden layer's gradient to those of x, up and down.
+"""Computes the gradients of x, up and down from chunks of the hidden layer's gradient.
 
-A kernel gives dz of a chunk of rows and partial sums of ddown; dx = dz up and dup = dzᵀ x are a
-matmul library's.
+A kernel gives dz of a chunk of rows, and partial sums of ddown. A matmul library computes dx = dz
+up and dup = dzᵀ x.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,7 +12,8 @@ from tnp.dispatch.spec import Call
 from tnp.ops._shared.operands import hidden_width, of_down, of_up
 from tnp.ops._shared.weight_gradient import add_product, product
 
-# First row of a chunk, how many, dz [n, K · F], rows of x [n, D], partial sums of ddown.
+# The first row of a chunk, its number of rows n, dz [n, K · F], rows of x [n, D], partial sums of
+# ddown.
 Part = tuple[int, int, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -27,8 +28,8 @@ def summing(call: Call, kept: tuple[torch.Tensor, ...]) -> Callable[..., tuple]:
 
     A gradient that is not requested is None.
 
-    It is called with up [K, F, D] in x's dtype and the chunks, each of which is done with before
-    the next is asked for.
+    Call it with up [K, F, D] in x's dtype, and an iterator of chunks. It uses each chunk before it
+    takes the next.
     """
     x, up, down = kept
     n_heads, d_ff, n_inner = up.shape
@@ -62,5 +63,5 @@ def summing(call: Call, kept: tuple[torch.Tensor, ...]) -> Callable[..., tuple]:
 
 
 def chunks(n_rows: int, chunk_rows: int) -> list[tuple[int, int]]:
-    """(first row, how many) of each chunk."""
+    """Returns (first row, number of rows) of each chunk."""
     return [(start, min(chunk_rows, n_rows - start)) for start in range(0, n_rows, chunk_rows)]

@@ -1,19 +1,19 @@
-"""The mixture heads' kernels for Hopper: the activations of the hidden layer stay in registers.
+"""Computes the mixture heads on Hopper: the activations of the hidden layer stay in registers.
 
-Forward, a warpgroup takes all tiles of a head for its 128 rows, and adds up
+In the forward pass, a warpgroup takes all tiles of a head for its 128 rows, and adds up
 
     out_o = Σ_f silu(z_f) · down_of,  z = x upᵀ
 
-by multiply-adds in float32: three outputs are too few for a matmul.
+by multiply-adds in float32, because three outputs are too few for a matmul.
 
-There are two forms of what is saved. In form "z", for at most `SAVED_ROWS` rows and where a
-backward pass is wanted, the kernel also writes z, rounded to x's dtype, through TMA beside its
-products; the backward pass is that of `saved_z`. In form "again" nothing is saved. Its backward
-kernel computes z again, for a chunk of rows at a time, and
+The forward pass has two forms. In form "z", for at most `SAVED_ROWS` rows and if a gradient is
+wanted, the kernel also writes z, rounded to x's dtype, by TMA during its products. The backward
+pass is then in `saved_z`. In form "again" nothing is saved. Its backward kernel computes z again,
+for a chunk of rows at a time, and
 
     dz_f = silu'(z_f) · Σ_o dout_o · down_of        ddown_of = Σ_rows dout_o · silu(z_f)
 
-ddown as one partial sum per 128 rows.
+with ddown as one partial sum for each 128 rows.
 """
 
 from functools import partial
@@ -58,28 +58,24 @@ from tnp.ops.mixture_heads.gradients import chunks, summing
 from tnp.ops.mixture_heads.gradients import empty as empty_backward
 from tnp.ops.mixture_heads.triton_heads import empty
 
-# Rows of the backward pass that are under way at once: dz takes 231 MB at 10 heads, F = 1408.
+# Rows of a chunk of the backward pass: dz takes 231 MB at 10 heads and F = 1408.
 CHUNK_ROWS = 8192
 STAGES = 4
-BACKWARD_STAGES = 3  # what shared memory has left
+BACKWARD_STAGES = 3  # as many as fit shared memory
 N_OUT = gl.constexpr(3)  # d_y = 1: logit_weight, mu, log_sigma
-PADDED_OUT = gl.constexpr(16)  # what a matmul multiplies at least
+PADDED_OUT = gl.constexpr(16)  # the smallest width of a matmul
 
 
 @gluon.jit
 def _lane_sums(x):
-    """Row sums over the columns that a thread holds: [64, 4], without a shuffle."""
+    """Returns row sums over the columns that a thread holds, [64, 4], without a shuffle."""
     return gl.sum(gl.sum(gl.reshape(x, [ROWS, TILE // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
 def _add_outputs(out, z, w0, w1, w2):
     h = z * sigmoid(z)
-    return (
-        out[0] + _lane_sums(h * w0),
-        out[1] + _lane_sums(h * w1),
-        out[2] + _lane_sums(h * w2),
-    )
+    return (out[0] + _lane_sums(h * w0), out[1] + _lane_sums(h * w1), out[2] + _lane_sums(h * w2))
 
 
 @gluon.jit
@@ -134,7 +130,7 @@ def _produce_backward(pipe, x_desc, up_desc, down_desc, dout_desc, extra, COLUMN
         column = tile % pipe.n_columns
         head = column // COLUMNS
         at = full.index(warpgroup)
-        # First what the matmul waits for: these buffers are free only after a whole epilogue.
+        # The matmul's operands come first: these buffers are free only after a whole epilogue.
         load(pipe, x_desc, up_desc, tile)
         mbarrier.wait(empty.index(warpgroup), phase ^ 1)
         mbarrier.expect(at, BYTES)
@@ -207,12 +203,12 @@ def mixture_heads_hopper_kernel(
     x_desc, up_desc, z_desc, down_ptr, out_ptr, n_rows, n_heads,
     COLUMNS: gl.constexpr, K_BLOCKS: gl.constexpr, STAGES: gl.constexpr, HAS_Z: gl.constexpr,
 ):  # fmt: skip
-    """z is written where HAS_Z; else nothing is done with z_desc."""
+    """Writes the outputs, and if HAS_Z also z. Else z_desc is unused."""
     n_columns = gl.cdiv(n_heads, 2) * 2 * COLUMNS
     pipe = pipeline(
         x_desc, up_desc, n_rows, n_columns, 2 * COLUMNS, K_BLOCKS, STAGES, False, COLUMNS
     )
-    buffers = pipe.w  # none of its own
+    buffers = pipe.w  # it has no buffers of its own
     if HAS_Z:
         buffers = gl.allocate_shared_memory(
             z_desc.dtype, [4] + z_desc.block_type.shape, z_desc.layout
@@ -237,7 +233,7 @@ def mixture_heads_bwd_hopper_kernel(
     buffers = gl.allocate_shared_memory(
         dz_desc.dtype, [4] + dz_desc.block_type.shape, dz_desc.layout
     )
-    # Of each warpgroup's tile: both halves of down and of dout, and their barriers.
+    # For each warpgroup's tile: both halves of down and of dout, and their barriers.
     extra = (
         gl.allocate_shared_memory(
             down_desc.dtype, [4] + down_desc.block_type.shape, down_desc.layout
@@ -305,8 +301,10 @@ def prepare(call: Call, config, inputs, *, save: bool):
 
 
 def prepare_backward(call: Call, config, inputs):
-    """x is taken in chunks of rows: dz of one, [CHUNK_ROWS, n_heads·F], is all of the hidden layer
-    that reaches memory, and its buffer serves all chunks.
+    """Prepares the backward pass over chunks of rows.
+
+    Of the hidden layer, only a chunk's dz, [CHUNK_ROWS, n_heads·F], reaches memory. One buffer
+    serves all chunks.
     """
     _gradients, (x, up, down), _saved = inputs
     n_heads, width, d_model = up.shape[0], hidden_width(up.shape[1]), x.shape[-1]
@@ -345,7 +343,7 @@ def prepare_backward(call: Call, config, inputs):
         (dout,), (x, *both), _saved = inputs
         up, down = cast(*both)
         x = rows.matrix(x)
-        # With zeros past the third output, in x's dtype.
+        # Padded with zeros past the third output, in x's dtype.
         padded = x.new_zeros(dout_shape)
         padded.narrow(-1, 0, N_OUT.value).copy_(dout)
         padded = padded.view(rows.n, padded_width)

@@ -1,14 +1,14 @@
-"""The heads' backward pass where the forward pass saved z = x upᵀ: nothing is multiplied again.
+"""Computes the heads' backward pass from the saved z = x upᵀ, so that nothing is multiplied again.
 
     h = silu(z)        dz_f = silu'(z_f) · Σ_o dout_o · down_of
                        ddown_of = Σ_rows dout_o · h_f
 
 z is [T, K · F] in x's dtype. The kernel reads it once and writes dz once, for a chunk of rows at a
-time. Memory should be what it waits for, so it takes few instructions an element, 17 on Hopper:
-sums over three outputs are multiply-adds in float32, whole tiles of rows have no masks, and sizes
-are constants. A program walks `rows` rows of `block_f` hidden units of one head. Each thread adds
-up ddown for its own units over the rows that it meets, and the program writes one partial sum;
-partial sums are added in a fixed order.
+time. Memory should limit it, so it takes few instructions an element, 17 on Hopper. Sums over three
+outputs are multiply-adds in float32, whole tiles of rows have no masks, and sizes are constants. A
+program walks `rows` rows of `block_f` hidden units of one head. Each thread adds up ddown for its
+own units over these rows, and the program writes one partial sum. Partial sums are added in a fixed
+order.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from tnp.ops._shared.triton_matmul import sigmoid
 from tnp.ops.mixture_heads import N_OUTPUTS
 from tnp.ops.mixture_heads.gradients import chunks, summing
 
-# Rows of the backward pass that are under way at once: dz takes 461 MB at 10 heads, F = 1408.
+# Rows of a chunk of the backward pass: dz takes 461 MB at 10 heads and F = 1408.
 CHUNK_ROWS = 16_384
 
 
@@ -52,8 +52,9 @@ def _walk(
     z_ptr, dout_ptr, dz_ptr, w, sums, start, n_left, offs_m, offs_f, MASKED: tl.constexpr,
     UNROLL: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, STRIDE_DOUT: tl.constexpr,
 ):  # fmt: skip
-    """dz of UNROLL tiles of rows from `start`, of which `n_left` are there where MASKED; the sums
-    with theirs.
+    """Writes dz of UNROLL tiles of rows from `start`, and returns the sums with these rows added.
+
+    MASKED: only `n_left` rows exist.
     """
     dtype: tl.constexpr = z_ptr.dtype.element_ty
     OTHER: tl.constexpr = 0.0 if MASKED else None
@@ -61,7 +62,7 @@ def _walk(
     z_ptr += start * WIDTH
     dz_ptr += start * WIDTH
     dout_ptr += start * STRIDE_DOUT
-    # All are asked for before the first is worked on.
+    # All loads are issued before the first result is used.
     tiles = ()
     for i in tl.static_range(UNROLL):
         rows = i * BLOCK_M + offs_m
@@ -95,8 +96,10 @@ def _mixture_heads_dz_kernel(
     N_HEADS: tl.constexpr, N_HIDDEN: tl.constexpr,
     ROWS: tl.constexpr, UNROLL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """ddown is [row groups, K, 3, F]; N_HIDDEN is a multiple of BLOCK_F. Tiles of hidden units
-    vary fastest: programs that run together read whole rows.
+    """Writes dz, and ddown [row groups, K, 3, F].
+
+    N_HIDDEN is a multiple of BLOCK_F. Tiles of hidden units vary fastest, so that programs that run
+    together read whole rows.
     """
     WIDTH: tl.constexpr = N_HEADS * N_HIDDEN
     STRIDE_DOUT: tl.constexpr = N_HEADS * 3
@@ -107,12 +110,12 @@ def _mixture_heads_dz_kernel(
     offs_m = tl.arange(0, BLOCK_M)
     first = tl.program_id(1) * ROWS
     n_left = tl.minimum(n_rows - first, ROWS)
-    # The program's own corner in 64 bits; what it walks from there is short.
+    # The program's first offset has 64 bits; offsets from there are short.
     corner = first.to(tl.int64) * WIDTH + head * N_HIDDEN
     z_ptr += corner
     dz_ptr += corner
     dout_ptr += first.to(tl.int64) * STRIDE_DOUT + head * 3
-    # As whole tiles, each row the same: so they lie in registers as z does, at no more of them.
+    # These are whole tiles of equal rows, so that they have z's layout, and take no more registers.
     down_ptrs = down_ptr + head * 3 * N_HIDDEN + offs_m[:, None] * 0 + offs_f[None, :]
     w = (
         tl.load(down_ptrs).to(tl.float32),
@@ -141,7 +144,7 @@ def _mixture_heads_dz_kernel(
 
 
 def prepare_backward(call: Call, config, inputs):
-    """z is taken in chunks of rows, and one buffer of dz serves all of them."""
+    """Prepares the backward pass over chunks of rows. One buffer of dz serves all chunks."""
     (dout,), (x, up, down), _saved = inputs
     n_heads, n_hidden = up.shape[0], hidden_width(up.shape[1])
     width, n_tiles = n_heads * n_hidden, n_heads * (n_hidden // CONFIG.block_f)

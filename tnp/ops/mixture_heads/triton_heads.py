@@ -1,21 +1,22 @@
-"""Mixture heads in portable Triton: K small MLPs of the same input, hidden rows never in memory.
+"""Computes mixture heads in portable Triton: K small MLPs, whose hidden rows are never in memory.
 
     forward     z = x up_kᵀ        out_k = silu(z) down_kᵀ
     backward    dz = (dout_k down_k) ∘ silu'(z)        dx = Σ_k dz up_k
                 dup_k = dzᵀ x      ddown_k = dout_kᵀ silu(z)
 
-x [T, D], up [K, F, D], down [K, O, F], out float32 [T, K, O]. A hidden row is 13,650 wide at K = 10
-and out is 30: forward, a program owns a tile of rows of one head, loops over the hidden width and
-writes O numbers a row. Nothing is saved. The backward pass goes through x in chunks of rows and
-computes z again: one kernel writes the chunk's dz, transposed, and ddown's sums over each tile of
-rows, and two matmuls turn dz into dx and add to dup. The buffer of dz serves all chunks.
+x [T, D], up [K, F, D], down [K, O, F], out float32 [T, K, O]. At K = 10 a hidden row has 13,650
+numbers, and a row of out has 30. In the forward pass a program owns a tile of rows of one head,
+loops over the hidden width, and writes O numbers a row. Nothing is saved. The backward pass takes x
+in chunks of rows and computes z again. One kernel writes the chunk's transposed dz, and ddown's
+sums over each tile of rows. Two matmuls then compute dx and add to dup. One buffer of dz serves all
+chunks.
 
-Of a few rows (`FEW_ROWS`) there is one tile, and heads are fewer than multiprocessors. So a program
-has a part of the hidden width, and a second launch adds up what the parts give each output.
+A few rows (`FEW_ROWS`) are one tile, and heads are fewer than multiprocessors. So each program
+takes a part of the hidden width, and a second launch adds up the parts of each output.
 
-That kernel computes the transposed tile, zᵀ = up_k xᵀ: then silu(z)ᵀ is the left operand of the
-product with dout and comes from registers, where a transposed left operand that was computed came
-out wrong on 64-wide tiles (triton 3.4 to 3.7).
+The backward kernel computes the transposed tile zᵀ = up_k xᵀ. Then silu(z)ᵀ is the left operand of
+the product with dout, in registers. If computed and then transposed, a left operand came out wrong
+on 64-wide tiles (triton 3.4 to 3.7).
 
 Products and sums are float32; silu(z), dz and dout are rounded to x's dtype for their matmuls. The
 sums over tiles of rows are added up in a fixed order.
@@ -37,10 +38,10 @@ from tnp.ops.mixture_heads import MAX_OUTPUTS
 from tnp.ops.mixture_heads.gradients import chunks, summing
 from tnp.ops.mixture_heads.gradients import empty as empty_backward
 
-# Rows of the backward pass that are under way at once: dz takes 115 MB at K = 10, F = 1408.
+# Rows of a chunk of the backward pass: dz takes 115 MB at K = 10 and F = 1408.
 CHUNK_ROWS = 4096
-OUTPUTS = tl.constexpr(MAX_OUTPUTS)  # of a tile: a matmul is at least that wide
-MOST_FEW_ROWS = 16  # and at least that high
+OUTPUTS = tl.constexpr(MAX_OUTPUTS)  # of a tile: the smallest width of a matmul
+MOST_FEW_ROWS = 16  # the smallest height of a matmul
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,10 @@ class HeadsConfig(KernelConfig):
     num_stages: int
 
 
-# By bytes per element; none spills on any target, where a backward tile of 128 × 128 does.
+# By bytes per element; none spills on any target. A backward tile of 128 × 128 would.
 FORWARD_CONFIGS = {2: HeadsConfig(128, 128, 64, 8, 3), 4: HeadsConfig(64, 64, 32, 8, 2)}
-# On compute capability 10.x a thread has 128 registers here: a tile 128 wide spills 16 bytes.
+# On compute capability 10.x a thread has 128 registers here, so a tile 128 wide would spill 16
+# bytes.
 FORWARD_ON_10 = HeadsConfig(128, 64, 64, 8, 3)
 FEW_ROWS_CONFIGS = {2: HeadsConfig(16, 64, 128, 4, 4), 4: HeadsConfig(16, 32, 64, 4, 3)}
 BACKWARD_CONFIGS = {2: HeadsConfig(64, 128, 64, 8, 3), 4: HeadsConfig(32, 64, 32, 8, 2)}
@@ -67,8 +69,10 @@ def _mixture_heads_fwd_kernel(
     x_ptr, up_ptr, down_ptr, out_ptr, n_rows, n_heads, n_hidden, n_inner, n_out, n_part, stride_xm,
     K_MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Heads vary fastest: programs that run together share their rows of x. Program (·, i) has the
-    i-th n_part hidden units, and writes what they give to the i-th [T, K, O].
+    """Writes outputs.
+
+    Heads vary fastest, so that programs that run together share rows of x. Program (·, i) has the
+    i-th n_part hidden units, and writes their sums to the i-th [T, K, O].
     """
     head = tl.program_id(0) % n_heads
     offs_m = tl.program_id(0) // n_heads * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -97,7 +101,7 @@ def _mixture_heads_bwd_kernel(
     n_rows, n_heads, n_hidden, n_inner, n_out, stride_xm, stride_dz,
     K_MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """dz is [K · F, tiles · BLOCK_M], ddown [tiles, K, O, F]; tiles of rows vary fastest."""
+    """Writes dz [K · F, tiles · BLOCK_M] and ddown [tiles, K, O, F]. Tiles of rows vary fastest."""
     head = tl.program_id(2)
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -111,7 +115,8 @@ def _mixture_heads_bwd_kernel(
     )
     dout = cast(dout, dtype)
     down = load_tile(down_ptr, offs_o, offs_f, n_out, n_hidden, n_hidden, True, True)
-    # Before the tile of z: after it, triton 3.6 makes wgmma of both wait for one another (sm_90a).
+    # This comes before the tile of z. After it, triton 3.6 makes the wgmmas of both wait for one
+    # another (sm_90a).
     dh = dot(tl.trans(down), tl.trans(dout))
     z = product_tile(
         up_ptr, x_ptr, offs_f, offs_m, n_hidden, n_rows, n_inner, n_inner, stride_xm,
@@ -121,7 +126,7 @@ def _mixture_heads_bwd_kernel(
     dz = dh * (s * (1.0 + z * (1.0 - s)))
     ddown = dot(cast(z * s, dtype), dout)
 
-    # Whole tiles of rows, zeros past the end: a mask along them would part every wide store.
+    # Whole tiles of rows, with zeros past the end: a mask along rows would split every wide store.
     offs_dz = (head * n_hidden + offs_f).to(tl.int64)[:, None] * stride_dz + offs_m[None, :]
     tl.store(dz_ptr + offs_dz, cast(dz, dtype), mask=offs_f[:, None] < n_hidden)
     ddown_ptr += (tl.program_id(0) * n_heads + head).to(tl.int64) * n_out * n_hidden
@@ -176,7 +181,7 @@ def _prepare(call: Call, config: HeadsConfig, inputs, *, few: bool):
 
 
 def few_rows(call: Call) -> Reason:
-    """Support of `FEW_ROWS`."""
+    """Returns why `FEW_ROWS` cannot serve a call, or None."""
     rows = call.problem["rows"]
     return None if rows <= MOST_FEW_ROWS else f"it takes up to {MOST_FEW_ROWS} rows, not {rows}"
 
@@ -186,7 +191,7 @@ def configs_few_rows(call: Call) -> tuple[HeadsConfig, ...]:
 
 
 def prepare_few_rows(call: Call, config: HeadsConfig, inputs):
-    """A tile of hidden units a program."""
+    """Prepares one program for each tile of hidden units, and the sum of their parts."""
     return _prepare(call, config, inputs, few=True)
 
 
@@ -195,7 +200,7 @@ def configs_backward(call: Call) -> tuple[HeadsConfig, ...]:
 
 
 def prepare_backward(call: Call, config: HeadsConfig, inputs):
-    """dz is stored transposed, in whole tiles of rows."""
+    """Prepares the backward pass over chunks of rows, with transposed dz in whole tiles."""
     (dout,), (x, up, down), _saved = inputs
     n_inner, n_hidden, (n_heads, n_out, _) = x.shape[-1], hidden_width(up.shape[1]), down.shape
     rows, cast, summed = rows_of(x), weights(up, down, x.dtype), summing(call, inputs[1])

@@ -1,11 +1,11 @@
-"""Negative log-likelihood of targets under the Gaussian mixture the heads predict.
+"""Computes targets' negative log-likelihood under the Gaussian mixture that the heads predict.
 
     nll = mean over targets of −logsumexp_k(log_softmax(logit_weight)_k + log N(y; mu_k, sigma_k²))
     sigma_k = exp(log_sigma_k) + sigma_min
 
-All of it in float32 (float64 where given float64), in log space throughout. With several output
-dimensions a component is a product of independent Gaussians over them. Where samples have targets
-of their own number, the mean is over the targets that there are.
+All is computed in log space, in float32, or in float64 if an input is float64. With several output
+dimensions a component is a product of independent Gaussians. If samples differ in their numbers of
+targets, the mean is over all targets that are no padding.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from tnp.util.checks import require_between, require_floats, require_number, req
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["mixture_nll"]
+
 MAX_COMPONENTS = 64
 MAX_D_Y = 4
 
@@ -29,9 +31,7 @@ MAX_D_Y = 4
 def split_parameters(
     parameters: torch.Tensor, sigma_min: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[..., K, 1 + 2·d_y] → logits of the weights [..., K], mu and log sigma [..., K, d_y], in
-    float32.
-    """
+    """Returns weights' logits [..., K], mu and log sigma [..., K, d_y] in float32."""
     import torch
 
     if parameters.dtype != torch.float64:
@@ -45,13 +45,14 @@ def split_parameters(
 
 
 def reference(parameters, y, n_targets, sigma_min, floor=False):
-    """Computes the formula in PyTorch; `sigma_min` is read where there is a `floor`."""
+    """Computes the formula in PyTorch. `sigma_min` is read only with a `floor`."""
     import torch
 
     counted = None
     if n_targets is not None:
         counted = torch.arange(y.shape[1], device=y.device) < n_targets[:, None]
-        # Before anything is computed: a NaN that is multiplied by nothing is NaN in the gradient.
+        # Padding is replaced before anything is computed: a NaN times 0 would be NaN in the
+        # gradient.
         parameters = torch.where(counted[..., None, None], parameters, 0.0)
         y = torch.where(counted[..., None], y, 0.0)
     logits, mu, log_sigma = split_parameters(parameters, sigma_min if floor else 0.0)
@@ -67,7 +68,7 @@ def reference(parameters, y, n_targets, sigma_min, floor=False):
 
 
 def describe(parameters, y, n_targets, floor=False) -> dict:
-    """Returns the sizes; raises ValueError where the tensors do not go together or hold nothing."""
+    """Returns the sizes. Raises ValueError if the tensors do not fit together, or are empty."""
     together = parameters.dim() > 1 and y.dim() > 0 and parameters.shape[:-2] == y.shape[:-1]
     if not together or parameters.shape[-1] != 1 + 2 * y.shape[-1]:
         raise ValueError(
@@ -89,16 +90,16 @@ def describe(parameters, y, n_targets, floor=False) -> dict:
             )
         require_one_device(y=y, n_targets=n_targets)
     sizes = {"rows": math.prod(y.shape[:-1]), "n_components": parameters.shape[-2]}
-    double = y.itemsize == 8  # then all of it is in float64
+    double = y.itemsize == 8  # then all is computed in float64
     return sizes | {"d_y": y.shape[-1]} | ({"dtype": "float64"} if double else {})
 
 
 def draw(case, random) -> dict:
-    """Draws normal numbers; y a float32 view of every second target.
+    """Draws normal numbers. y is a float32 view of every second target.
 
     A case may say the factor of the `logits`, the scale of every `sigma`, and the `batch` by which
-    targets are grouped (1). Where samples have numbers of targets of their own, what stands past
-    them would be the larger part of the loss.
+    targets are grouped (1). If samples differ in their numbers of targets, padding would be the
+    larger part of the loss.
     """
     import torch
 
@@ -118,7 +119,7 @@ def draw(case, random) -> dict:
 
 
 def out_of_range(case, inputs):
-    """Numbers of targets, which spoil the loss and their sample's gradient."""
+    """Yields numbers of targets out of range, which spoil the loss and their sample's gradient."""
     n = inputs["y"].shape[1]
     for wrong, right, spoiled in numbers_out_of_range(
         inputs, "n_targets", 0, n, "dparameters", "dy"
@@ -127,7 +128,7 @@ def out_of_range(case, inputs):
 
 
 def work(case, pass_) -> Work:
-    """Parameters and y read once; with the gradient, which is made along with the loss, written."""
+    """Counts parameters and y read once, and with a gradient written once, forward."""
     problem = case.problem
     targets = 4 * problem["rows"] * problem["d_y"]
     parameters = problem["rows"] * problem["n_components"] * (1 + 2 * problem["d_y"])
@@ -141,9 +142,7 @@ def _case(batch, n, dtype="float32", k=10, d_y=1, floor=False, n_targets=False, 
 
 
 def cases(target) -> list[Case]:
-    """Covers both sides of a program's targets, few and many components, and the extremes that
-    training can reach.
-    """
+    """Covers both sides of a program's targets, few and many components, and extremes."""
     extremes = [
         _case(
             *((3, 67) if target.kind == "cuda" else (1, 33)),
@@ -202,7 +201,7 @@ def _last_component_missing(parameters, y, n_targets, sigma_min, floor=False):
 
 
 def _padding_counted(parameters, y, n_targets, sigma_min, floor=False):
-    """The mean over all rows; only cases whose samples differ can tell."""
+    """Returns the mean over all rows, with padding. Only cases whose samples differ show it."""
     if n_targets is None:
         return reference(parameters, y, None, sigma_min, floor)
     loss = reference(parameters, y, n_targets, sigma_min, floor)
@@ -226,7 +225,7 @@ OPERATOR = Operator(
     outputs=("loss",),
     sizes=("rows", "n_components", "d_y"),
     scalars={"sigma_min": 1e-3},
-    options={"floor": bool},  # whether sigma_min counts: a kernel without it does less
+    options={"floor": bool},  # whether sigma_min is not 0; a kernel without it does less
     differentiated=("parameters", "y"),
     keeps=(),
     backward_with_forward=True,
@@ -269,29 +268,28 @@ def mixture_nll(
     n_targets: torch.Tensor | None = None,
     implementation: str = "torch",
 ) -> torch.Tensor:
-    """Mean nats per target.
+    """Returns the mean negative log-likelihood per target, in nats.
 
     Args:
-        parameters: [..., K, 1 + 2·d_y], per component logit_weight, mu, log_sigma; bfloat16,
-            float16 or float32 (float64 for `torch` only). K at most 64 and d_y at most 4 for
-            `fused`.
+        parameters: [..., K, 1 + 2·d_y], for each component logit_weight, mu and log_sigma.
+            bfloat16, float16 or float32 (float64 for `torch` only). `fused` takes K up to 64 and
+            d_y up to 4.
         y: [..., d_y], at least one target.
-        sigma_min: floor under every standard deviation, in units of y; a finite number, 0 for none.
-        n_targets: int32 [B], each from 0 to N and one at least more than 0, where parameters are
-            [B, N, K, 1 + 2·d_y] and y [B, N, d_y]; None for N everywhere. Targets past a sample's
-            number are padding: they may hold anything, NaN too, and have gradient exactly 0. A
-            number out of range is a ValueError on the CPU. On CUDA it makes the loss and its
-            sample's gradient NaN, or with TNP_CHECK=1 `fused` asserts it.
+        sigma_min: added to every standard deviation, in units of y; finite, 0 for none.
+        n_targets: int32 [B], each from 0 to N, and not all 0, or None for N everywhere. Parameters
+            are then [B, N, K, 1 + 2·d_y] and y [B, N, d_y]. Later targets of a sample are padding.
+            They may hold anything, also NaN, and have gradient exactly 0. A number out of range is
+            a ValueError on the CPU. On CUDA it makes the loss and its sample's gradient NaN, or
+            with TNP_CHECK=1 `fused` asserts.
         implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
-        A scalar, float32 (float64 for float64 parameters or y). Where a target lies so far from
-        every component that its z² passes the dtype's range, it is inf, and that target's gradient
-        NaN.
+        A scalar, float32 (float64 for float64 parameters or y). If a target lies so far from every
+        component that z² overflows, the loss is inf, and that target's gradient NaN.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not go together, no targets, or on the CPU
-            n_targets out of range.
+        ValueError: shapes, dtypes or devices do not fit together, there are no targets, or on the
+            CPU n_targets are out of range.
         RuntimeError: the implementation cannot run here, with the reason.
     """
     import tnp.dispatch.call as dispatch

@@ -1,15 +1,16 @@
-"""The mixture's negative log-likelihood and its gradients in one Triton kernel.
+"""Computes the mixture's negative log-likelihood and its gradients in one Triton kernel.
 
-Per target, with w = softmax_k(logit), s = log sigma, z = (y − mu)·e^−s, and responsibilities
+For each target, with w = softmax_k(logit), s = log sigma, z = (y − mu)·e^−s, and responsibilities
+r:
 
     lp_k = log w_k − Σ_d (z²/2 + s + log(2π)/2)    nll = −logsumexp_k lp    r = softmax_k lp
 
     dlogit = w − r    dmu = −r·z·e^−s    ds = r·(1 − z²)    dy = Σ_k r·z·e^−s
 
-each over the number of targets that count: all, or of sample b the first n_targets[b]. With a floor
-s = logaddexp(log_sigma, log sigma_min), and ds gets the factor e^(log_sigma − s). All in float32,
-in log space; programs write partial sums of the loss, added up by a second, small launch in a fixed
-order. The backward pass only scales what is saved.
+each divided by the number of targets that count: all, or the first n_targets[b] of sample b. With a
+floor s = logaddexp(log_sigma, log sigma_min), and ds gets the factor e^(log_sigma − s). All is in
+float32, in log space. Programs write partial sums of the loss, and a second, small launch adds them
+up in a fixed order. The backward pass only scales the saved gradients.
 """
 
 import math
@@ -28,30 +29,30 @@ from tnp.ops._shared.ranges import asserting, between
 from tnp.ops._shared.rows import as_batches, bound_sum
 
 LOG_SQRT_2_PI = tl.constexpr(0.5 * math.log(2.0 * math.pi))
-LOG2_E_HIGH = tl.constexpr(1.44269502162933349609375)  # log2(e) as float32, and what it leaves out
+LOG2_E_HIGH = tl.constexpr(1.44269502162933349609375)  # log2(e) as float32, and its rounding error
 LOG2_E_LOW = tl.constexpr(1.925963033500011079e-08)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @dataclass(frozen=True)
 class Config(KernelConfig):
-    """Targets times padded components that a program holds."""
+    """Sets how many targets times padded components a program holds."""
 
     elements: int
     num_warps: int
 
 
-# 16 targets a program at 10 components. On an H200, 32,000 targets: 10.7 µs with the reduction;
-# with twice and four times as many a program 20.0 and 20.3.
+# A program has 16 targets at 10 components. On an H200, 32,000 targets take 10.7 µs with the
+# reduction. With twice and four times as many targets a program they take 20.0 and 20.3.
 CONFIG = Config(256, 2)
 
 
 @triton.jit
 def _exp(x):
-    """e^x to float32's accuracy for |x| far from 0, where x·log2(e), rounded, loses digits."""
+    """Returns e^x, also accurate for |x| far from 0, where rounded x·log2(e) loses digits."""
     if INTERPRETED:
         return tl.exp(x)
-    x = tl.where(x < -200.0, -200.0, x)  # the digits lost of −inf would be NaN
+    x = tl.where(x < -200.0, -200.0, x)  # the rounding error of −inf would be NaN
     high = x * LOG2_E_HIGH
     low = tl.fma(x, LOG2_E_HIGH, -high) + x * LOG2_E_LOW
     return tl.exp2(high) * (1.0 + low * LN_2)
@@ -59,7 +60,7 @@ def _exp(x):
 
 @triton.jit
 def _standardize(base, y, k_mask, d, log_sigma_min, D_Y: tl.constexpr, HAS_FLOOR: tl.constexpr):
-    """z, s, e^−s and d s/d log_sigma of output dimension d, [ROWS, BLOCK_K] each."""
+    """Returns z, s, e^−s and d s/d log_sigma of output dimension d, [ROWS, BLOCK_K] each."""
     mu = tl.load(base + 1 + d, mask=k_mask, other=0.0).to(tl.float32)
     log_sigma = tl.load(base + 1 + D_Y + d, mask=k_mask, other=0.0).to(tl.float32)
     s = log_sigma
@@ -102,12 +103,12 @@ def _mixture_nll_kernel(
     y_ptrs = y_ptr + (rows // n_inner).to(tl.int64) * stride_yb
     y_ptrs += (rows % n_inner).to(tl.int64) * stride_yl
 
-    # Padding has weight 0; rows that do not count are mixtures of zeros, which nothing reads.
+    # Padding has weight 0. Rows that do not count are mixtures of zeros, which are not read.
     logit = tl.load(base, mask=mask, other=0.0).to(tl.float32)
     logit = tl.where((offs_k < K)[None, :], logit, float("-inf"))
     logit -= tl.max(logit, 1)[:, None]
     log_weight = logit - tl.log(tl.sum(_exp(logit), 1))[:, None]
-    if HAS_N_TARGETS:  # of a sample whose number is out of range everything is NaN
+    if HAS_N_TARGETS:  # a sample whose number is out of range becomes NaN
         log_weight = tl.where(outside[:, None], float("nan"), log_weight)
     log_normal = tl.zeros([ROWS, BLOCK_K], tl.float32)
     for d in tl.static_range(D_Y):
@@ -116,7 +117,7 @@ def _mixture_nll_kernel(
         log_normal += -0.5 * z * z - s - LOG_SQRT_2_PI
     lp = log_weight + log_normal
     lp_max = tl.max(lp, 1)
-    # Where no component reaches y the loss is inf; −inf less −inf would make it NaN.
+    # If every component gives y the density 0, the loss is inf; −inf − (−inf) would be NaN.
     lp_max = tl.where(lp_max == float("-inf"), 0.0, lp_max)
     p = _exp(lp - lp_max[:, None])
     p_sum = tl.sum(p, 1)
@@ -133,7 +134,7 @@ def _mixture_nll_kernel(
         for d in tl.static_range(D_Y):
             y = tl.load(y_ptrs + d * stride_yd, mask=counts, other=0.0).to(tl.float32)
             z, _, inverse, slope = _standardize(base, y, mask, d, log_sigma_min, D_Y, HAS_FLOOR)
-            # r·z before ·z: where z² overflows r is 0, and 0 · z is.
+            # r·z first, and then ·z: if z² overflows, r is 0, and so is 0 · z.
             rz = r * z
             if WITH_DPARAMETERS:
                 dmu = tl.where(mask, -rz * inverse * per_target, 0.0)

@@ -1,11 +1,11 @@
-"""Feed-forward layer without biases, every row for itself.
+"""Computes a feed-forward layer without biases, for each row by itself.
 
     y = silu(x upᵀ) downᵀ
 
-`torch` is the formula in PyTorch, `fused` puts SiLU into the matmuls' epilogues (`composed`),
-`single` is one kernel, for few rows (`single`), `e4m3` multiplies rows in 8 bits, forward and
+`torch` is the formula in PyTorch. `fused` computes SiLU in the matmuls' epilogues (`composed`).
+`single` is one kernel for few rows (`single`). `e4m3` multiplies rows in 8 bits, forward and
 backward (`composed_8bit`). Weights are float32 parameters, cast to x's dtype
-(`tnp.ops._shared.casting`); ours accumulate their gradients in float32.
+(`tnp.ops._shared.casting`). Our implementations accumulate their gradients in float32.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ from tnp.util.checks import require_floats, require_one_device
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Of `single`: a tile is at least 16 wide; 64 rows of 512 float32 sums fill the registers.
+__all__ = ["mlp"]
+
+# Widths that `single` takes: a tile is at least 16 wide, and 64 rows of 512 float32 sums fill the
+# registers.
 MIN_D, MAX_D = 16, 512
-# Of more rows than this nothing is saved, and `fused` computes z again, in chunks: h and z of
-# 205,000 rows would take 1.1 GiB, and where rows are many, attention leaves the MLP little time.
+# For more rows `fused` saves nothing and computes z again, in chunks. h and z of 205,000 rows would
+# take 1.1 GiB. With many rows, the MLP takes little time beside attention.
 SAVED_ROWS = 65_536
-E4M3_MULTIPLE = 16  # of D: rows of 8 bits, for a library's product
+E4M3_MULTIPLE = 16  # of D, because a library multiplies the rows of 8 bits
 
 
 def reference(x, up, down):
-    """Computes the formula in PyTorch, in x's dtype."""
     from torch.nn.functional import linear, silu
 
     return linear(silu(linear(x, up.to(x.dtype))), down.to(x.dtype))
 
 
 def describe(x, up, down) -> dict:
-    """Returns the sizes; raises ValueError where the tensors do not go together."""
     if up.dim() != 2 or down.shape != up.shape[::-1]:
         raise ValueError(
             f"up is {tuple(up.shape)} and down {tuple(down.shape)}: they must be [F, D] and [D, F]"
@@ -60,11 +61,12 @@ def describe(x, up, down) -> dict:
 
 
 def draw(case, random) -> dict:
-    """Draws normal x; weights scaled by their fan-in, of d_ff hidden units the first `d_ff_real`
-    real.
+    """Draws normal x, and weights scaled by their fan-in.
 
-    With `wide`, x is columns `start` to `start + d_model` of a tensor that wide. With `magnitudes`,
-    rows of x and dy are of 1e-3 to 1e3 each, and two of each are zero.
+    Hidden units after the first `d_ff_real` are padding.
+
+    With `wide`, x is columns `start` to `start + d_model` of a tensor of that width. With
+    `magnitudes`, rows of x and of dy have magnitudes from 1e-3 to 1e3, and two of each are zero.
     """
     problem = case.problem
     d_model, d_ff = problem["d_model"], problem["d_ff"]
@@ -82,7 +84,7 @@ def draw(case, random) -> dict:
 
 
 def _magnitudes(x, step):
-    """[T, 1]: powers of ten, and two zeros; `step` says in which order."""
+    """Returns [T, 1]: powers of ten and two zeros, in an order that `step` decides."""
     from torch import arange
 
     at = arange(len(x), device=x.device) * step
@@ -92,8 +94,8 @@ def _magnitudes(x, step):
 
 
 def work(case, pass_) -> Work:
-    """Counts two products forward, four backward, of the real hidden units; float32 weights and
-    gradients.
+    """Counts two products forward and four backward of the real hidden units, and float32 weights
+    and gradients.
 
     x is read and y written; backward x and dy are read and dx is written.
     """
@@ -108,7 +110,7 @@ def work(case, pass_) -> Work:
 
 
 def cases(target) -> list[Case]:
-    """Covers one row and many, padding, a ragged width, one tile, strided and misaligned rows."""
+    """Covers one and many rows, padding, a ragged width, one tile, strided and misaligned rows."""
     case = OPERATOR.case
     if target.kind != "cuda":
         sizes, padded = (70, 32, 48), {"d_ff_real": 42}
@@ -124,7 +126,7 @@ def cases(target) -> list[Case]:
     model, padded = (512, 1408), {"d_ff_real": 1365}
     rows = (1, 63, 65, 564, 777, 11_000, 44_000, 70_000)
     return [
-        # Of more than 65,536 rows nothing is saved: computed again, in chunks.
+        # With more than 65,536 rows nothing is saved: z is computed again, in chunks.
         *(case("bfloat16", n, *model, **padded) for n in rows),
         case("bfloat16", 777, 512, 128, d_ff_real=100),  # one tile wide
         case("bfloat16", 777, *model, wide=576, **padded),
@@ -132,13 +134,13 @@ def cases(target) -> list[Case]:
         case("bfloat16", 777, *model, magnitudes=True),
         case("float16", 777, *model, **padded),
         case("float32", 564, *model, **padded),
-        case("bfloat16", 300, 512, 1365),  # what a kernel multiplies is padded
+        case("bfloat16", 300, 512, 1365),  # the hidden width is padded
         case("bfloat16", 300, 64, 96),
     ]
 
 
 def compiled(target) -> Iterator[Problem]:
-    """Yields problems to compile: of rows whose hidden layer is saved, and of more rows."""
+    """Yields problems to compile: rows whose hidden layer is saved, and more rows."""
     for dtype in ("bfloat16", "float32") if target.capability == 90 else ("bfloat16",):
         for rows in (44_000, 70_000):
             yield OPERATOR.problem(dtype, rows=rows, d_model=512, d_ff=1408)
@@ -152,7 +154,7 @@ def within(model, run):
 
 
 def _single(call):
-    """Triton's support, and widths that a program keeps in registers."""
+    """Returns why `single` cannot serve a call: Triton is missing, or D does not fit. Else None."""
     d = call.problem["d_model"]
     if (reason := triton_from(80)(call)) is not None or (MIN_D <= d <= MAX_D and d & (d - 1) == 0):
         return reason
@@ -160,7 +162,7 @@ def _single(call):
 
 
 def _in_8_bits(call):
-    """GPUs with tensor cores for e4m3; rows whose hidden layer is saved."""
+    """Returns why `e4m3` cannot serve a call, or None. It needs tensor cores for e4m3."""
     if (reason := triton_from(89)(call)) is not None:
         return reason
     d, rows = call.problem["d_model"], call.problem["rows"]
@@ -187,7 +189,7 @@ def _up_shifted(x, up, down):
 
 
 def _without_scales(x, up, down):
-    """Rows of x in 8 bits as they are: large numbers are cut, small ones vanish."""
+    """Computes the layer with x in 8 bits without scales: large numbers are cut."""
     from torch import float8_e4m3fn
 
     clamped = x.clamp(-448.0, 448.0)
@@ -251,20 +253,20 @@ OPERATOR = Operator(
 
 
 def mlp(x: Tensor, up: Tensor, down: Tensor, *, implementation: str = "torch") -> Tensor:
-    """silu(x upᵀ) downᵀ.
+    """Returns silu(x upᵀ) downᵀ.
 
     Args:
-        x: [..., D]; bfloat16, float16 or float32 (`torch`: float64 too).
-        up: [F, D], down: [D, F]; any float dtype, as a rule float32 parameters. D must be a power
-            of two from 16 to 512 for `single`, and a multiple of 16 for `e4m3`, which takes
-            bfloat16 and gives gradients of up to 65,536 rows.
+        x: [..., D], bfloat16, float16 or float32 (`torch`: float64 too).
+        up, down: [F, D] and [D, F], any float dtype, usually float32 parameters. `single` takes D
+            that is a power of two from 16 to 512. `e4m3` takes bfloat16, D that is a multiple of
+            16, and gives gradients for up to 65,536 rows.
         implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
         [..., D] in x's dtype.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not go together.
+        ValueError: shapes, dtypes or devices do not fit together.
         RuntimeError: the implementation cannot run on this device and these sizes and dtypes.
     """
     import tnp.dispatch.call as dispatch

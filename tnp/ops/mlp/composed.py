@@ -1,16 +1,18 @@
-"""Feed-forward layer for many rows: SiLU in the epilogue of our matmuls, the rest by cuBLAS.
+"""Computes the feed-forward layer for many rows: SiLU in the epilogue of our matmuls, the rest by
+cuBLAS.
 
     forward     z = x upᵀ         h = silu(z)                   y = h downᵀ
     backward    dz = (dy down) ∘ silu'(z)                       dx = dz up
                 dup = dzᵀ x       ddown = dyᵀ h
 
 x, y [T, D], up [F, D], down [D, F], z and h [T, F]. The first matmul writes the hidden rows once,
-and SiLU itself reads nothing. It is Triton's or, for the model's width on Hopper, one made for it.
-Gradients of the weights are accumulated in float32.
+and SiLU reads nothing from memory. That matmul is in portable Triton, or written for Hopper and the
+model's width. Gradients of the weights are accumulated in float32.
 
-Kernels of the forward pass differ in what they leave for the backward pass, which must be read by
-the same matmul's: h with z ("z"), or with silu'(z) in the order of a matmul's registers ("slope"),
-both of up to `SAVED_ROWS` rows; or nothing ("again"), and z is computed again.
+Kernels of the forward pass differ in the saved tensors, and a backward kernel reads the form of its
+own matmul. They save h and z ("z"), or h and silu'(z) in the order of a matmul's registers
+("slope"), both for up to `SAVED_ROWS` rows. Or they save nothing ("again"), and z is computed
+again.
 """
 
 from dataclasses import replace
@@ -39,7 +41,7 @@ NAMES = ("x", "up", "down")
 
 
 def _chunks(rows: Rows) -> list[tuple[int, int]]:
-    """(first row, how many) of each chunk."""
+    """Returns (first row, number of rows) of each chunk."""
     return [(start, min(CHUNK_ROWS, rows.n - start)) for start in range(0, rows.n, CHUNK_ROWS)]
 
 
@@ -53,7 +55,7 @@ def empty(wanted, inputs, *, products: ModuleType):
 
 
 def prepare(call: Call, config, inputs, *, products: ModuleType):
-    """h and what the backward pass needs of z are saved."""
+    """Prepares the forward pass that saves h, and z or its slope."""
     x, up, down = inputs
     shape, flat, dtype = x.shape, x.dim() == 2, x.dtype
     rows, cast = _read(x, products), weights(up, down, dtype, tma=products is hopper_silu)
@@ -75,7 +77,7 @@ def empty_again(wanted, inputs):
 
 
 def prepare_again(call: Call, config, inputs, *, products: ModuleType):
-    """Nothing is saved, and the hidden layer is there for a chunk of rows at a time."""
+    """Prepares the forward pass that saves nothing, over chunks of rows."""
     x, up, down = inputs
     shape, dtype, flat = x.shape, x.dtype, x.dim() == 2
     rows, cast = _read(x, products), weights(up, down, dtype, tma=products is hopper_silu)
@@ -115,10 +117,10 @@ def empty_backward(wanted, inputs):
 
 
 def prepare_backward(call: Call, config, inputs, *, products: ModuleType, again: bool = False):
-    """`again`: the forward pass saved nothing, and h and z are computed chunk by chunk."""
+    """Prepares the backward pass. `again`: it computes h and z again, in chunks of rows."""
     (dy,), (x, up, down), _saved = inputs
     shape, flat, dtype, width = x.shape, x.dim() == 2, x.dtype, hidden_width(up.shape[0])
-    # Of a saved z only a library's product reads x.
+    # If z was saved, only a library's product reads x.
     dy_rows, x_rows = _read(dy, products, contiguous=True), _read(x, products if again else None)
     cast = weights(up, down, dtype, tma=products is hopper_silu)
     chunks = _chunks(x_rows) if again else [(0, x_rows.n)]

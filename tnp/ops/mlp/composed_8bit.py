@@ -1,15 +1,16 @@
-"""Feed-forward layer with the products of rows in 8 bits (e4m3), both passes.
+"""Computes the feed-forward layer with products of rows in 8 bits (e4m3), in both passes.
 
     forward     z = x upᵀ         h = silu(z)                   y = h downᵀ
     backward    dz = (dy down) ∘ silu'(z)                       dx = dz up
                 dup = dzᵀ x       ddown = dyᵀ h
 
-As `composed`, but operands of the first two products of each pass are e4m3, each row of the left
-one and of the transposed right one with a power of two as its scale (`tnp.ops._shared.rows_8bit`).
-Weights are quantized anew in each pass, from the parameters: what is summed over differs, and so do
-the rows. The first product writes its result in 8 bits for the second, which is PyTorch's own.
+It differs from `composed` in the first two products of each pass, whose operands are e4m3. Each row
+of the left operand, and of the transposed right one, has a power of two as its scale
+(`tnp.ops._shared.rows_8bit`). Weights are quantized anew in each pass, because the summed dimension
+differs, and so do the rows. The first product writes its result in 8 bits for the second, which is
+PyTorch's own.
 
-Gradients of the weights are sums over rows, whose scales differ: those products stay in 16 bits, as
+Gradients of the weights are sums over rows, whose scales differ. Their products stay in 16 bits, as
 in torchao's recipe `rowwise_with_gw_hp`.
 """
 
@@ -33,7 +34,7 @@ def empty(wanted, inputs, *, products: ModuleType):
 
 
 def prepare(call: Call, config, inputs, *, products: ModuleType):
-    """h and what the backward pass needs of z are saved where a gradient is wanted."""
+    """Prepares the forward pass. It saves h, and z or its slope, if a gradient is wanted."""
     x, up, down = inputs
     shape, flat, dtype = x.shape, x.dim() == 2, x.dtype
     rows, width, d = rows_of(x), hidden_width(up.shape[0]), x.shape[-1]
@@ -56,7 +57,7 @@ def prepare(call: Call, config, inputs, *, products: ModuleType):
 
 
 def prepare_backward(call: Call, config, inputs, *, products: ModuleType):
-    """Only what is wanted is computed."""
+    """Prepares the backward pass, which computes only the wanted gradients."""
     (dy,), (x, up, down), _saved = inputs
     shape, flat, dtype = x.shape, x.dim() == 2, x.dtype
     width, d = hidden_width(up.shape[0]), x.shape[-1]

@@ -1,9 +1,9 @@
 """Emulates the number format of the feed-forward layer in 8 bits (e4m3).
 
-`composed_8bit` says what is rounded. Here the same is computed once more in PyTorch, for the gate:
-`held` are the operands of the forward pass as float64 has them, `rounded` the results as float64
-computes them with all roundings to 8 bits, and to 16 of h, silu'(z) and dz. Torch is imported where
-a function runs: planning reads this.
+`composed_8bit` says what is rounded. The same is computed here in PyTorch, for the gate. `held`
+returns the rounded operands of the forward pass in float64. `rounded` returns the results in
+float64, with all roundings to 8 bits, and of h, silu'(z) and dz to 16 bits. Functions import torch
+when they run, because planning reads this module without torch.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ from tnp.ops._shared.e4m3 import LEAST
 if TYPE_CHECKING:
     from torch import Tensor
 
-# |silu(z)| ≤ |z| and |silu'(z)| < 1.1. Rounding to e4m3 changes no number by more than a sixteenth:
-# a product of two is at most 1.13 times what it was.
+# |silu(z)| ≤ |z| and |silu'(z)| < 1.1. Rounding to e4m3 changes no number by more than a sixteenth,
+# so a product of two grows by at most the factor 1.13.
 H_FACTOR = 1.15
 DZ_FACTOR = 1.1 * H_FACTOR
 
 
 def work(least: Work, pass_: str) -> Work:
-    """Counts the work of the layer, in e4m3 but for the weights' gradients: half of the backward
-    pass.
-    """
+    """Counts the work of the layer in e4m3, except for the weights' gradients."""
     ((dtype, flops),) = least.flops.items()
     share = {"forward": 1.0, "backward": 0.5}[pass_]
     split = {"e4m3": share * flops, dtype: (1.0 - share) * flops}
@@ -38,25 +36,25 @@ def work(least: Work, pass_: str) -> Work:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[R, C] with a scale for each row, in float64."""
+    """Returns [R, C], rounded with a scale for each row, in float64."""
     return e4m3.scaled(x.float(), (-1,), LEAST)
 
 
 def _known(product: Tensor, a: Tensor, w: Tensor, factor: float) -> Tensor:
-    """[T, N] in the units that are known of rows of a and w before their product is."""
+    """Returns the product [T, N], rounded in units known from rows of a and w."""
     bound = factor * a.double().norm(dim=1, keepdim=True) * w.double().norm(dim=1).max()
     return e4m3.in_units(product, e4m3.exponents(bound.float(), LEAST))
 
 
 def held(case: Case, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """x, up and down in float64 as products of the forward pass read them."""
+    """Returns x, up and down in float64 as products of the forward pass read them."""
     return {name: _rows(x) for name, x in inputs.items()}
 
 
 def rounded(
     case: Case, inputs: Mapping[str, Tensor], upstream: Callable[[str, Tensor], Tensor]
 ) -> dict[str, Tensor]:
-    """Results in float64, of what 8 bits hold of all operands of products of rows."""
+    """Returns results in float64, with all operands of products of rows rounded to 8 bits."""
     import torch
 
     x, up, down = (inputs[name].detach() for name in ("x", "up", "down"))

@@ -1,12 +1,12 @@
-"""Feed-forward layer in one kernel: matmul, SiLU, matmul; the hidden rows never reach memory.
+"""Computes the feed-forward layer in one kernel; the hidden rows never reach memory.
 
     y = Σ_f silu(x up_fᵀ) down_fᵀ        over blocks f of the hidden width
 
-A program owns a tile of rows, which it keeps on chip together with the [rows, D] sum, and streams
-both weights once. Every tile of rows reads all of both weights (2.9 MB at D = 512, F = 1408), so
-this form serves few rows. Products and sums are float32; the hidden tile is rounded to x's dtype
-for the second matmul. Nothing is saved: the backward pass computes z and h again and goes on as
-`composed` does.
+A program owns a tile of rows, keeps it on chip together with the [rows, D] sum, and streams both
+weights once. Every tile of rows reads all of both weights (2.9 MB at D = 512, F = 1408), so this
+form serves few rows. Products and sums are float32; the hidden tile is rounded to x's dtype for the
+second matmul. Nothing is saved. The backward pass is that of `composed`, which computes z and h
+again.
 """
 
 from dataclasses import dataclass
@@ -34,8 +34,8 @@ class SingleConfig(KernelConfig):
     num_stages: int
 
 
-# By bytes per element, for few rows and for many; none spills on any target. Where BLOCK_K is at
-# least D a program keeps its rows of x on chip; in float32 they would not fit the registers.
+# By bytes per element, for few and for many rows; none spills on any target. If BLOCK_K is at least
+# D, a program keeps its rows of x on chip; in float32 they would not fit the registers.
 CONFIGS = {
     2: (SingleConfig(32, 32, MAX_D, 8, 2), SingleConfig(64, 32, MAX_D, 8, 2)),
     4: (SingleConfig(16, 16, 32, 8, 1), SingleConfig(16, 16, 32, 8, 1)),
@@ -69,7 +69,7 @@ def _mlp_kernel(
 
 
 def configs(call):
-    """First that for many rows where its tiles keep every multiprocessor busy."""
+    """Returns the candidates; first the one for many rows if it fills the GPU."""
     few, many = CONFIGS[call.problem.itemsize]
     are_many = call.problem["rows"] >= many.block_m * call.target.multiprocessors
     return tuple(dict.fromkeys((many, few) if are_many else (few, many)))

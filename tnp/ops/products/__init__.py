@@ -1,4 +1,4 @@
-"""Products of matrices: plain, and with bias and GELU, the first half of GPT-2's feed-forward.
+"""Multiplies matrices: plain, and with bias and GELU, the first half of GPT-2's feed-forward.
 
     matmul         c = a b
     gelu_linear    y = gelu(x Wᵀ + b)    gelu(z) = ½ z (1 + tanh(√(2/π) (z + 0.044715 z³)))
@@ -18,24 +18,24 @@ from tnp.util.checks import require_alike, require_one_device
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["gelu_linear", "matmul"]
+
 
 # ----------------------------------------------------------------------------------------- matmul
 
 
 def matmul_reference(a, b):
-    """PyTorch's product."""
     return a @ b
 
 
 def describe_matmul(a, b) -> dict:
-    """Returns the sizes; raises ValueError where the matrices do not go together."""
     if a.dim() != 2 or b.dim() != 2:
         raise ValueError(
             f"a has shape {tuple(a.shape)} and b {tuple(b.shape)}: they must be [M, K] and [K, N]"
         )
     if a.shape[1] != b.shape[0]:
         raise ValueError(
-            f"a has {a.shape[1]} columns and b {b.shape[0]} rows: they must be as many"
+            f"a has {a.shape[1]} columns and b {b.shape[0]} rows: they must be equally many"
         )
     require_alike(a=a, b=b)
     return {"m": a.shape[0], "n": b.shape[1], "k": a.shape[1]}
@@ -51,7 +51,7 @@ def draw_matmul(case, random) -> dict:
 
 
 def work_matmul(case, pass_) -> Work:
-    """Counts one product forward, two backward; every matrix once."""
+    """Counts one product forward and two backward, and every matrix once."""
     m, n, k = (case.problem[name] for name in "mnk")
     flops, size = 2.0 * m * n * k, case.problem.itemsize
     operands, result = (m * k + k * n) * size, m * n * size
@@ -83,7 +83,7 @@ MATMUL = Operator(
             "triton",
             "matmul",
             "tnp.ops.products.triton_product",
-            selectable=False,  # a row beside cuBLAS, which stays
+            selectable=False,  # shown beside cuBLAS, and never chosen
         ),
     ),
     describe=describe_matmul,
@@ -96,19 +96,19 @@ MATMUL = Operator(
 
 
 def matmul(a: Tensor, b: Tensor, *, implementation: str = "torch") -> Tensor:
-    """a b.
+    """Returns a b.
 
     Args:
         a: [M, K], float16, bfloat16 or float32.
-        b: [K, N], like a in dtype and device. Any strides; ours copy a matrix of which neither
-            dimension is contiguous.
+        b: [K, N], with a's dtype and device. Both may have any strides. Ours copy a matrix if
+            neither dimension is contiguous.
         implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
-        [M, N] in their dtype, accumulated in float32; contiguous.
+        [M, N] in a's dtype, contiguous, accumulated in float32.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not go together.
+        ValueError: shapes, dtypes or devices do not fit together.
         RuntimeError: the implementation cannot run here, with the reason.
     """
     import tnp.dispatch.call as dispatch
@@ -120,7 +120,6 @@ def matmul(a: Tensor, b: Tensor, *, implementation: str = "torch") -> Tensor:
 
 
 def gelu_linear_reference(x, weight, bias):
-    """Computes the formula in PyTorch, parameters cast to x's dtype."""
     import torch.nn.functional as F
 
     z = F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
@@ -128,10 +127,11 @@ def gelu_linear_reference(x, weight, bias):
 
 
 def addmm_activation(x, weight, bias):
-    """PyTorch's private `_addmm_activation`, which has no derivative.
+    """Calls PyTorch's private `_addmm_activation`, which has no derivative.
 
-    On CUDA it computes GELU in the tanh form, in cuBLASLt's epilogue where that takes the operands
-    and else by a second kernel. On the CPU it computes the form with erf: another operator.
+    On CUDA it computes GELU in the tanh form, in cuBLASLt's epilogue if that takes the operands,
+    and else by a second kernel. On the CPU it computes the form with erf, which is another
+    operator.
     """
     import torch
 
@@ -141,7 +141,6 @@ def addmm_activation(x, weight, bias):
 
 
 def describe_gelu_linear(x, weight, bias) -> dict:
-    """Returns the sizes; raises ValueError where the tensors do not go together."""
     if x.dim() < 1 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
             f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}: they must be "
@@ -152,24 +151,21 @@ def describe_gelu_linear(x, weight, bias) -> dict:
     for name, parameter in (("weight", weight), ("bias", bias)):
         if str(parameter.dtype) not in (str(x.dtype), "torch.float32"):
             raise ValueError(
-                f"{name} is {parameter.dtype}: it must be torch.float32, or {x.dtype} as x is"
+                f"{name} is {parameter.dtype}: it must be torch.float32 or x's {x.dtype}"
             )
         require_one_device(x=x, **{name: parameter})
     return {"rows": prod(x.shape[:-1]), "n_in": weight.shape[1], "n_out": weight.shape[0]}
 
 
 def draw_gelu_linear(case, random) -> dict:
-    """Draws normal numbers; float32 parameters, those of "half" in x's dtype."""
+    """Draws normal numbers, and parameters in float32, or in x's dtype if named in "half"."""
     rows, n_in, n_out = (case.problem[name] for name in ("rows", "n_in", "n_out"))
     x, weight, bias = random(rows, n_in), random.weight(n_out, n_in), random(n_out)
     return {"x": x, "weight": weight.to(x.dtype) if case["half"] else weight, "bias": bias.float()}
 
 
 def work_gelu_linear(case, pass_) -> Work:
-    """Counts one product forward, two backward; parameters in float32.
-
-    A training step writes z too.
-    """
+    """Counts one product forward, with z if training, and two backward; float32 parameters."""
     rows, n_in, n_out = (case.problem[name] for name in ("rows", "n_in", "n_out"))
     flops, size = 2.0 * rows * n_in * n_out, case.problem.itemsize
     x, y, parameters = rows * n_in * size, rows * n_out * size, 4.0 * (n_in + 1) * n_out
@@ -179,7 +175,7 @@ def work_gelu_linear(case, pass_) -> Work:
 
 
 def cases_gelu_linear(target) -> list[Case]:
-    """Covers ragged sizes, and GPT-2's on a GPU, in every dtype."""
+    """Covers ragged sizes, and GPT-2's sizes on a GPU, in every dtype."""
     half = {"half": True}
     drawn = [(1, 1, 1, {}), (35, 24, 40, {}), (20, 7, 70, half), (64, 32, 16, half)]
     if target.kind == "cuda":
@@ -236,19 +232,19 @@ GELU_LINEAR = Operator(
 def gelu_linear(
     x: Tensor, weight: Tensor, bias: Tensor, *, implementation: str = "torch"
 ) -> Tensor:
-    """gelu(x weightᵀ + bias), GELU in its tanh form.
+    """Returns gelu(x weightᵀ + bias), with GELU in its tanh form.
 
     Args:
         x: [..., n_in], float16, bfloat16 or float32, any strides.
         weight: [n_out, n_in], a float32 parameter, or in x's dtype.
-        bias: [n_out], likewise.
+        bias: [n_out], float32 or in x's dtype.
         implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
         [..., n_out] in x's dtype. The gradients of weight and bias have their dtypes.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not go together.
+        ValueError: shapes, dtypes or devices do not fit together.
         RuntimeError: the implementation cannot run here, with the reason.
     """
     import tnp.dispatch.call as dispatch

@@ -1,11 +1,11 @@
-"""gelu(x Wᵀ + b) by one product with bias and gelu in its epilogue, and its gradients.
+"""Computes gelu(x Wᵀ + b) by one product with bias and gelu in its epilogue, and its gradients.
 
-Where a gradient is wanted, z = x Wᵀ + b is saved in x's dtype. Backward:
+If a gradient is wanted, z = x Wᵀ + b is saved in x's dtype. The backward pass computes
 
     dz = dy ∘ gelu'(z)      dx = dz W      dW = dzᵀ x      db = Σ_rows dz
 
-dz is one kernel's, which sums columns of its rows too: partial sums in float32, added up in a fixed
-order by a second launch. The two products are PyTorch's.
+One kernel computes dz, and sums its columns to partial sums in float32. A second launch adds them
+up in a fixed order. The two products are PyTorch's.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tnp.ops._shared.primitives import KernelConfig, cast
 from tnp.ops._shared.triton_matmul import load_tile, store_tile
 from tnp.ops.products.triton_product import Operand, candidates, gelu_derivative, product
 
-# Programs a multiprocessor gets of the gradient's elementwise kernel.
+# Programs of the gradient's elementwise kernel on a multiprocessor.
 PROGRAMS = 4
 
 
 @dataclass(frozen=True)
 class Config(KernelConfig):
-    """Sets the tile of dz that a program works on, walking down the rows, and loads ahead."""
+    """Sets the tile of dz with which a program walks down the rows, and prefetched loads."""
 
     block_m: int
     block_n: int
@@ -38,7 +38,7 @@ class Config(KernelConfig):
     num_warps: int
 
 
-# The first alone was timed (50b4b15).
+# Only the first was timed (50b4b15).
 BACKWARD_CONFIGS = (
     Config(16, 128, 3, 4), Config(32, 128, 1, 4), Config(32, 128, 2, 8), Config(16, 256, 2, 8),
     Config(16, 128, 1, 4),
@@ -50,7 +50,7 @@ def _dgelu_kernel(
     dy_ptr, z_ptr, dz_ptr, partials_ptr, n_rows, n_columns, segment,
     WITH_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dz of `segment` rows, a multiple of BLOCK_M, and its column sums; all contiguous."""
+    """Writes dz of `segment` rows, a multiple of BLOCK_M, and its column sums, contiguous."""
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     begin = tl.program_id(0) * segment
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -60,7 +60,7 @@ def _dgelu_kernel(
         dy = load_tile(dy_ptr, offs_m, offs_n, n_rows, n_columns, n_columns, True, True)
         z = load_tile(z_ptr, offs_m, offs_n, n_rows, n_columns, n_columns, True, True)
         slope = gelu_derivative(z.to(tl.float32), dz_ptr.dtype.element_ty)
-        # Rounded first: the bias's gradient is then that of what the products are made of.
+        # Rounded first, so that the bias's gradient sums the same numbers as the products.
         dz = cast(dy.to(tl.float32) * slope, dz_ptr.dtype.element_ty)
         store_tile(dz_ptr, dz.to(tl.float32), offs_m, offs_n, n_rows, n_columns, n_columns)
         if WITH_BIAS:
@@ -79,9 +79,7 @@ def _cast(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _weight_operand(weight: torch.Tensor, dtype: torch.dtype) -> Operand:
-    """Returns the operand Wᵀ, whose W is contiguous in `dtype` as it stands, or becomes so in
-    memory of its own.
-    """
+    """Returns the operand Wᵀ. W is contiguous in `dtype`, or is copied."""
     if weight.dtype == dtype and weight.is_contiguous():
         return Operand.of(weight.t())
     return Operand.of(torch.empty(weight.shape, dtype=dtype, device="meta").t())

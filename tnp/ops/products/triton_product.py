@@ -1,14 +1,14 @@
-"""Matrix products in Triton, in tiles, with what may follow them in the same kernel.
+"""Computes matrix products in Triton, in tiles, with an epilogue in the same kernel.
 
     "none"          c = a b
     "gelu"          y = gelu(a b + bias)
     "gelu_and_z"    the same, and z = a b + bias
 
-Products accumulate in float32, where all that follows is computed too; results are rounded once. A
-program owns a tile of the result; programs that run together share rows of a and columns of b in L2
-(groups of row tiles, as in Triton's matmul tutorial). Where both operands lie so that TMA can read
-them, it does: on compute capability 9.0 and newer, 16-bit floats whose rows, or whose columns,
-start at multiples of 16 bytes. Elsewhere the same kernel reads through pointers.
+Products accumulate in float32, in which the epilogue is computed too. Results are rounded once. A
+program owns a tile of the result. Programs that run together share rows of a and columns of b in L2
+(groups of row tiles, as in Triton's matmul tutorial). TMA reads the operands if it can: on compute
+capability 9.0 and newer, 16-bit floats whose rows, or columns, start at multiples of 16 bytes. Else
+the same kernel reads through pointers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from tnp.util.checks import is_expanded
 CONFIGS = {
     2: (
         MatmulConfig(128, 128, 64, 8, 3),
-        # With b transposed, ptxas of triton 3.6 has the products of these wait for one another.
+        # With b transposed, ptxas of triton 3.6 makes the products of these tiles wait for one
+        # another.
         MatmulConfig(128, 256, 64, 8, 4),
         MatmulConfig(128, 256, 64, 8, 3),
         MatmulConfig(64, 128, 64, 8, 4),
@@ -40,12 +41,12 @@ CONFIGS = {
     ),
     4: (MatmulConfig(64, 64, 32, 8, 2), MatmulConfig(16, 64, 32, 4, 2)),
 }
-# Sums a thread may hold, or tiles spill at 8.0 or 9.0: where operands go from shared memory to the
-# tensor cores; where they take registers on the way; where rows are not aligned, so that elements
-# are loaded one by one.
+# The most sums that a thread holds, or tiles spill at 8.0 or 9.0: if operands go from shared memory
+# to the tensor cores; if they take registers; if rows are not aligned, and elements are loaded one
+# by one.
 MOST_SUMS, REGISTER_SUMS, RAGGED_SUMS = 128, 64, 32
 TMA_FROM = 90  # compute capability
-ALIGNMENT = 16  # bytes: of rows that TMA reads, and of vectors
+ALIGNMENT = 16  # bytes, of rows that TMA reads, and of vectors
 
 # 2 √(2/π) and the weight of z³ in gelu's tanh form.
 SLOPE = tl.constexpr(1.5957691216057308)
@@ -54,7 +55,7 @@ CUBIC = tl.constexpr(0.044715)
 
 @triton.jit
 def gelu(z, dtype: tl.constexpr):
-    """½ z (1 + tanh √(2/π) (z + 0.044715 z³)), which is z·σ of twice that angle."""
+    """Returns ½ z (1 + tanh √(2/π) (z + 0.044715 z³)), computed as z·σ of twice that angle."""
     return z * sigmoid(z * (z * z * CUBIC + 1.0) * SLOPE, dtype)
 
 
@@ -70,7 +71,7 @@ def _operand_tile(
     MAPPED: tl.constexpr, ROWS_MASKED: tl.constexpr, COLUMNS_MASKED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Tile of a matrix whose rows are contiguous, by TMA or through pointers; 0 past its ends."""
+    """Loads a tile of a matrix with contiguous rows, by TMA or pointers; 0 past its ends."""
     if MAPPED:
         tile = x.load([row, column])
     else:
@@ -86,7 +87,7 @@ def _operand_tile(
 def _finish(
     acc, m, n, out_ptr, z_ptr, bias_ptr, n_rows, n_columns, EPILOGUE: tl.constexpr
 ):  # fmt: skip
-    """Computes what follows a product, and stores the tile from row m and column n on."""
+    """Computes the epilogue of a product, and stores the tile from row m and column n on."""
     offs_m = m + tl.arange(0, acc.shape[0])
     offs_n = n + tl.arange(0, acc.shape[1])
     if EPILOGUE != "none":
@@ -106,10 +107,7 @@ def _product_kernel(
     B_TRANSPOSED: tl.constexpr, K_MASKED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies a [M, K], or [K, M] where A_TRANSPOSED, and b [K, N], or [N, K].
-
-    out is contiguous.
-    """
+    """Multiplies a [M, K], or [K, M] if A_TRANSPOSED, and b likewise; out is contiguous."""
     n_row_tiles = tl.cdiv(n_rows, BLOCK_M)
     n_group = GROUP_M * tl.cdiv(n_columns, BLOCK_N)
     first = tl.program_id(0) // n_group * GROUP_M
@@ -145,7 +143,7 @@ def _product_kernel(
     if EPILOGUE == "none":
         _finish(acc, m, n, out_ptr, z_ptr, bias_ptr, n_rows, n_columns, EPILOGUE)
     else:
-        # By halves, which takes half the registers beside those of the sums.
+        # In halves, which takes half the registers in addition to the sums.
         halves = tl.permute(tl.reshape(acc, [BLOCK_M, 2, BLOCK_N // 2]), (0, 2, 1))
         left, right = tl.split(halves)
         _finish(left, m, n, out_ptr, z_ptr, bias_ptr, n_rows, n_columns, EPILOGUE)
@@ -161,17 +159,14 @@ class Operand:
     """Describes how a plan reads a matrix [R, C] of a known layout."""
 
     copied: bool  # neither dimension is contiguous, or one is expanded
-    transposed: bool  # columns are contiguous: it is read as [C, R]
-    shape: tuple[int, int]  # as it is read
-    stride: int  # elements between what are rows then
+    transposed: bool  # columns are contiguous: the matrix is read as [C, R]
+    shape: tuple[int, int]  # the shape that is read
+    stride: int  # elements from one row of that shape to the next
     mappable: bool  # TMA can read it
 
     @classmethod
     def of(cls, x: torch.Tensor) -> Operand:
-        """Returns the operand of a matrix with any strides.
-
-        On the meta device its memory starts at a multiple of 16 bytes.
-        """
+        """Returns the operand of a matrix with any strides; meta memory counts as aligned."""
         copied = is_expanded(x) or 1 not in x.stride()
         transposed = not copied and x.stride(1) != 1
         (rows, columns), step = x.shape, x.shape[1] if copied else x.stride(0)
@@ -183,19 +178,18 @@ class Operand:
         return cls(copied, transposed, (rows, columns), step, aligned and step >= columns)
 
     def read(self, x: torch.Tensor) -> torch.Tensor:
-        """The matrix as the kernel reads it, its rows contiguous."""
+        """Returns the matrix as the kernel reads it, with contiguous rows."""
         if self.copied:
             return x.contiguous()
         return x.t() if self.transposed else x
 
     def map(self, block: tuple[int, int]) -> Callable[[torch.Tensor], TensorDescriptor]:
-        """Makes the descriptor of such a matrix, for tiles of the matrix as it is read."""
+        """Returns a function that describes tiles of such a matrix, as it is read."""
         shape, strides = list(self.shape), [self.stride, 1]
         return lambda x: TensorDescriptor(x, shape, strides, list(block))
 
 
 def configs(call: Call) -> tuple[MatmulConfig, ...]:
-    """Returns the candidates for a matmul, the default first."""
     return candidates(call, *(call.problem[name] for name in "mnk"))
 
 
@@ -204,8 +198,8 @@ def candidates(call: Call, m: int, n: int, k: int) -> tuple[MatmulConfig, ...]:
 
     The first keeps every multiprocessor busy.
 
-    A tile is not wider than twice what there are rows, and fills the multiprocessors at least
-    once; where none does, the smallest is taken.
+    A tile is not higher than twice the number of rows, and tiles fill the multiprocessors at least
+    once. If none does, the smallest is taken.
     """
     size, target = call.problem.itemsize, call.target
     most = MOST_SUMS if target.capability >= TMA_FROM else REGISTER_SUMS
@@ -238,7 +232,7 @@ def _shared_bytes(config: MatmulConfig, itemsize: int) -> int:
 def product(
     call: Call, config: MatmulConfig, a: Operand, b: Operand, epilogue: str = "none"
 ) -> Bound:
-    """The launch of a b: called with (a read, b read, out, z or out, bias or out)."""
+    """Returns the launch of a b. Call it with (a read, b read, out, z or out, bias or out)."""
     k, n = (b.shape[1], b.shape[0]) if b.transposed else b.shape
     m = a.shape[1] if a.transposed else a.shape[0]
     with_tma = call.target.kind == "interpreter" or call.target.capability >= TMA_FROM
@@ -259,7 +253,7 @@ def product(
 
 
 def _multiply(call: Call, a: torch.Tensor, b: torch.Tensor, config: MatmulConfig) -> Callable:
-    """(a, b) → a b, for matrices like these."""
+    """Returns a function that multiplies matrices like these."""
     left, right = Operand.of(a), Operand.of(b)
     kernel = product(call, config, left, right)
     m, n = a.shape[0], b.shape[1]
@@ -289,7 +283,7 @@ def empty_backward(wanted, inputs):
 
 
 def prepare_backward(call, config, inputs):
-    """da = dc bᵀ and db = aᵀ dc, each by the tiles of the configuration."""
+    """Prepares da = dc bᵀ and db = aᵀ dc, each with the tiles of the configuration."""
     (dc,), (a, b), _saved = inputs
     da = _multiply(call, dc, b.t(), config) if "a" in call.wanted else None
     db = _multiply(call, a.t(), dc, config) if "b" in call.wanted else None

@@ -1,18 +1,17 @@
-"""Projections without bias, and those of attention: queries, keys and values of the rows that need
-them.
+"""Computes projections without bias: a linear layer, and attention's queries, keys and values.
 
     y = x wᵀ        q = x[:, first:] w_qᵀ    k = x[:, :n_k] w_kᵀ    v = x[:, :n_k] w_vᵀ
 
-Keys can be centred: k is then less a vector of its sample, before its one rounding. Queries can
-carry what attention multiplies scores by, 1/√D and log2(e), for exponentials to base 2.
+Keys can be centred: a vector of the sample is subtracted from k before its one rounding. Queries
+can include the factor of attention's scores, log2(e)/√D, for exponentials to base 2.
 
-`torch` multiplies through PyTorch's own linear layer, all three projections as one matmul where all
-rows need all of them. `fused` projects only what is asked for, hands q, k and v over in the layout
-attention reads, takes their gradients in the layout attention writes, and accumulates the gradients
-of weights in float32 and never rounds them. Keys that are not centred are one product with values,
-and where their gradients are halves of the same rows, as our attention writes them, so are these.
-The matmuls are cuBLAS's in both, but for centred keys of few rows and linear layers of up to 16
-rows, which `fused` computes by kernels of its own.
+`torch` calls PyTorch's linear layer, with one matmul for all three projections if all rows need all
+of them. `fused` projects only the needed rows, and returns q, k and v in the layout that attention
+reads. It takes their gradients in the layout that attention writes, accumulates gradients of
+weights in float32, and never rounds them. Keys that are not centred are one product with values. If
+their gradients are halves of the same rows, as our attention writes them, these are one product
+too. cuBLAS computes the matmuls, except for centred keys of few rows and linear layers of up to 16
+rows, for which `fused` has its own kernels.
 """
 
 from __future__ import annotations
@@ -39,26 +38,28 @@ from tnp.util.checks import require_between
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["linear", "project_qkv"]
+
 
 # ------------------------------------------------------------------------------- linear
 
 
 def reference(x, weight):
-    """PyTorch's linear layer, in x's dtype."""
+    """Computes PyTorch's linear layer, in x's dtype."""
     from torch.nn.functional import linear as product
 
     return product(x, weight.to(x.dtype))
 
 
 def describe(x, weight) -> dict:
-    """Returns the sizes; raises ValueError where the tensors do not go together."""
     require_product(x, weight)
     return {"rows": prod(x.shape[:-1]), "n_in": weight.shape[1], "n_out": weight.shape[0]}
 
 
 def draw(case, random) -> dict:
-    """Draws normal x, weights scaled by their fan-in; where the case names a batch, rows of each
-    sample behind one that is not read.
+    """Draws normal x, and weights scaled by their fan-in.
+
+    If the case names a batch, each sample has a row before x that is not read.
     """
     problem = case.problem
     rows, n_in, n_out = (size for _, size in problem.sizes)
@@ -69,7 +70,7 @@ def draw(case, random) -> dict:
 
 
 def work(case, pass_) -> Work:
-    """Counts a product forward, two backward; the weight and its gradient are float32."""
+    """Counts one product forward and two backward; the weight and its gradient are float32."""
     problem = case.problem
     n, n_in, n_out = (size for _, size in problem.sizes)
     x, y, weight = n * n_in * problem.itemsize, n * n_out * problem.itemsize, n_in * n_out * 4
@@ -82,7 +83,7 @@ _INTERPRETED = (
     *((1, 32, 32, {}), (16, 42, 20, {}), (17, 32, 8, {}), (33, 42, 20, {})),
     (4, 200, 33, {"batch": 2}),
 )
-# The model's, both sides of what kernels of a few rows take, and ragged widths.
+# The model's sizes, both sides of the limits of kernels for a few rows, and ragged widths.
 _GPU = (
     *((rows, 512, 512, {}) for rows in (1, 2, 8, 16, 17, 36_096)),
     *((rows, 1408, 512, {}) for rows in (2, 16)),
@@ -92,26 +93,26 @@ _GPU = (
 
 
 def cases(target) -> list[Case]:
-    """Covers one row and many, ragged widths, rows that lie apart."""
+    """Covers one and many rows, ragged widths, rows that lie apart."""
     sizes = _GPU if target.kind == "cuda" else _INTERPRETED
-    return cases_by_dtype(OPERATOR_LINEAR, dict.fromkeys(FLOATS, sizes))
+    return cases_by_dtype(LINEAR, dict.fromkeys(FLOATS, sizes))
 
 
 def compiled(target) -> list[Problem]:
-    """Yields problems to compile: a few rows of the model's widths, which alone have a kernel."""
+    """Returns problems to compile: a few rows of the model's widths. Only these have a kernel."""
     sizes = {"rows": 2, "n_out": 512}
-    return [OPERATOR_LINEAR.problem("bfloat16", n_in=n_in, **sizes) for n_in in (512, 1408)]
+    return [LINEAR.problem("bfloat16", n_in=n_in, **sizes) for n_in in (512, 1408)]
 
 
 def within(model, run):
-    """Attention's output: every row of context and targets."""
+    """Returns the problem of attention's output: every row of context and targets."""
     rows, d_model = run["batch"] * (run["n_context"] + run["n_target"]), model["d_model"]
-    return OPERATOR_LINEAR.problem(run["dtype"], rows=rows, n_in=d_model, n_out=d_model)
+    return LINEAR.problem(run["dtype"], rows=rows, n_in=d_model, n_out=d_model)
 
 
 _CODE, _CENTRED = "tnp.ops.projection.products", "tnp.ops.projection.centred_keys"
 _FEW = "tnp.ops.projection.few_rows"
-OPERATOR_LINEAR = Operator(
+LINEAR = Operator(
     "linear",
     family="projection",
     inputs=("x", "weight"),
@@ -138,7 +139,7 @@ OPERATOR_LINEAR = Operator(
         "rows shifted": lambda x, weight: reference(x.roll(1, -1), weight),
     },
 )
-OPERATOR_QKV = Operator(
+PROJECT_QKV = Operator(
     "project_qkv",
     family="projection",
     inputs=("x", "weight", "n_keys?"),
@@ -159,8 +160,7 @@ OPERATOR_QKV = Operator(
         Implementation(
             "fused",
             forward=Operation(
-                "project_qkv.forward",
-                (f"{_CODE}:QKV", f"{_CENTRED}:MANY", f"{_CENTRED}:TILES"),
+                "project_qkv.forward", (f"{_CODE}:QKV", f"{_CENTRED}:MANY", f"{_CENTRED}:TILES")
             ),
             backward=Operation("project_qkv.backward", (f"{_CODE}:QKV_BACKWARD",)),
             options=("base2", "centred", "n_keys"),
@@ -170,10 +170,10 @@ OPERATOR_QKV = Operator(
     draw=qkv.draw,
     reference=qkv.reference,
     work=qkv.work,
-    cases=lambda target: qkv.cases(OPERATOR_QKV, target),
+    cases=lambda target: qkv.cases(PROJECT_QKV, target),
     out_of_range=qkv.out_of_range,
-    within=lambda model, run: qkv.within(OPERATOR_QKV, model, run),
-    condition=lambda case, inputs: qkv.condition(OPERATOR_QKV, case, inputs),
+    within=lambda model, run: qkv.within(PROJECT_QKV, model, run),
+    condition=lambda case, inputs: qkv.condition(PROJECT_QKV, case, inputs),
     controls={
         "rows shifted": lambda x, weight, n_keys, **sizes: qkv.reference(
             x.roll(1, 1), weight, n_keys, **sizes
@@ -189,27 +189,28 @@ OPERATOR_QKV = Operator(
         ),
     },
 )
-OPERATORS = OPERATOR_LINEAR, OPERATOR_QKV
+OPERATORS = LINEAR, PROJECT_QKV
 
 
 def linear(x: Tensor, weight: Tensor, *, implementation: str = "torch") -> Tensor:
-    """x wᵀ.
+    """Returns x wᵀ.
 
     Args:
-        x: [..., n_in]; bfloat16, float16 or float32 (`torch`: float64 too).
-        weight: [n_out, n_in], any float dtype, as a rule a float32 parameter; cast to x's.
+        x: [..., n_in], bfloat16, float16 or float32 (`torch`: float64 too).
+        weight: [n_out, n_in], any float dtype, usually a float32 parameter. It is cast to x's
+            dtype.
         implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
         [..., n_out] in x's dtype.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not go together.
+        ValueError: shapes, dtypes or devices do not fit together.
         RuntimeError: the implementation cannot run on this device and dtype.
     """
     import tnp.dispatch.call as dispatch
 
-    return dispatch.call(OPERATOR_LINEAR, implementation, (x, weight))
+    return dispatch.call(LINEAR, implementation, (x, weight))
 
 
 def project_qkv(
@@ -224,32 +225,33 @@ def project_qkv(
     n_keys: Tensor | None = None,
     implementation: str = "torch",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries of the rows from `first` on, keys and values of the first `n_k` rows.
+    """Returns queries of the rows from `first` on, and keys and values of the first `n_k` rows.
 
-    Softmax does not change where one vector is taken off all keys of a sample, and neither do the
-    gradients of attention: each row of the gradient of its scores sums to zero. In 16 bits it does
-    matter, where keys share a vector that is longer than what tells them apart, as in trained
-    models. Centred keys are less the mean of 64 keys of their sample, before their one rounding;
-    no gradient is taken of that mean. `lse` of attention is then of the centred keys.
+    Softmax does not change if one vector is subtracted from all keys of a sample. Neither do the
+    gradients of attention, because each row of the gradient of its scores sums to zero. But in 16
+    bits it matters: keys of trained models share a vector that is longer than the differences
+    between keys. With `centred`, the mean of 64 keys of the sample is subtracted before the one
+    rounding. The mean has no gradient. `lse` of attention is then that of the centred keys.
 
     Args:
-        x: [B, L, d_model], of the dtypes that `linear` takes.
-        weight: [3·d_model, d_model], those of q, k and v in turn; as a rule a float32 parameter.
-        n_heads: how many equal shares d_model is read as.
-        n_k: from 1 to L; L where None.
-        first: from 0 to L − 1.
-        base2: whether q is times log2(e)/√D, before its one rounding by `fused`: what `attention`
-            takes with base2.
+        x: [B, L, d_model], in a dtype that `linear` takes.
+        weight: [3·d_model, d_model], the weights of q, k and v in turn, usually a float32
+            parameter.
+        n_heads: number of heads, which divides d_model.
+        n_k: how many of the first rows are keys and values, from 1 to L. None: L.
+        first: the first row that is a query, from 0 to L − 1.
+        base2: whether q is multiplied by log2(e)/√D, as `attention` with base2 needs it. `fused`
+            does so before its one rounding.
         centred: whether keys are centred.
-        n_keys: int32 [B], each from 1 to n_k: of how many rows sample b is centred, rows past them
-            being padding. None: n_k. A number out of range is a ValueError on the CPU. On CUDA
-            `fused` makes the sample's keys NaN, or with TNP_CHECK=1 asserts it; PyTorch's form
-            asserts a number that is too large.
+        n_keys: int32 [B], each from 1 to n_k: the mean of sample b is over its first n_keys[b]
+            rows. None: n_k. A number out of range is a ValueError on the CPU. On CUDA `fused` makes
+            the sample's keys NaN, or with TNP_CHECK=1 asserts. PyTorch's form asserts that no
+            number is too large.
         implementation: as for `linear`.
 
     Returns:
-        q [B, n_heads, L − first, D], k and v [B, n_heads, n_k, D], views of [B, rows, d_model], or
-        k and v of one [B, rows, 2·d_model].
+        q [B, n_heads, L − first, D], and k and v [B, n_heads, n_k, D]. They are views of [B, rows,
+        d_model], or k and v of one [B, rows, 2·d_model].
 
     Raises:
         ValueError, RuntimeError: as `linear`.
@@ -266,7 +268,7 @@ def project_qkv(
             return qkv.reference(
                 x, weight, n_keys, n_heads, n_q=n_q, n_k=n_k, centred=centred, base2=base2
             )
-    # `index` has torch.compile take a symbolic number for a constant of the graph.
+    # `index` makes torch.compile take a symbolic number as a constant of the graph.
     options: tuple = (("n_heads", index(n_heads)),)
     if first:
         options += (("n_q", index(x.shape[1] - first) if x.dim() == 3 else 1),)
@@ -276,4 +278,4 @@ def project_qkv(
         options += (("base2", True),)
     if centred:
         options += (("centred", True),)
-    return dispatch.call(OPERATOR_QKV, implementation, (x, weight, n_keys), (), options)
+    return dispatch.call(PROJECT_QKV, implementation, (x, weight, n_keys), (), options)

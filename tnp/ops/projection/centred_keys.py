@@ -1,11 +1,11 @@
-"""Keys less the mean of some of their sample.
+"""Projects keys, and subtracts the mean of some keys of their sample.
 
     k = x w_kᵀ − c        c = mean(x[rows]) w_kᵀ        rows = (i · n_keys) // 64, i < 64
 
-What is rounded is the difference. Of few keys a Triton program owns a tile: it adds up c of its
-columns beside the product, from the same blocks of w_k, so that centring is no launch of its own.
-Of many that would cost a third of the product. There one launch computes −c of every sample, and
-cuBLAS adds it to the product of each.
+Only the difference is rounded. For few keys a Triton program owns a tile. It computes c of its
+columns together with the product, from the same blocks of w_k, so that centring needs no other
+launch. For many keys that would cost a third of the product. Then one launch computes −c of every
+sample, and cuBLAS adds it to each sample's product.
 """
 
 from collections.abc import Callable
@@ -22,16 +22,16 @@ from tnp.ops.projection.products import OPTIONS, empty_qkv, launch_of
 from tnp.ops.projection.qkv import CENTRE_ROWS
 
 # By bytes per element, the largest tiles first; none spills on any target. With 128 rows ptxas 12.8
-# has products wait for one another.
+# makes products wait for one another.
 CONFIGS = {
     2: (MatmulConfig(64, 128, 64, 4, 3), MatmulConfig(64, 64, 64, 4, 4)),
     4: (MatmulConfig(64, 64, 32, 8, 2),),
 }
-BUSY = 0.7  # tiles for each multiprocessor, below which smaller ones are faster
-# Keys of a sample from which on its product is one of cuBLAS's own. At 10,000 keys of 4 samples
-# tiles of Triton take 38 µs more than keys that are not centred (H200).
+BUSY = 0.7  # with fewer tiles for each multiprocessor, smaller tiles are faster
+# From so many keys on, each sample's product is one of cuBLAS's. At 10,000 keys of 4 samples, tiles
+# of Triton take 38 µs more than keys that are not centred (H200).
 MANY_KEYS = 4096
-MANY_SAMPLES = 16  # at most, since each is a call of its own; four were measured
+MANY_SAMPLES = 16  # the most samples, because each takes a call; four were measured
 CENTRE_COLUMNS = 64
 
 
@@ -41,7 +41,7 @@ def _centred_keys_kernel(
     CENTRE_ROWS: tl.constexpr, HAS_N_KEYS: tl.constexpr, K_MASKED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of k [B, n_k, width]; tiles of the same rows follow one another."""
+    """Writes a tile of k [B, n_k, width]. Tiles of the same rows follow one another."""
     n_columns = tl.cdiv(width, BLOCK_N)
     n_rows = tl.cdiv(n_k, BLOCK_M)
     row = tl.program_id(0) // n_columns
@@ -73,7 +73,7 @@ def _centre_kernel(
     CENTRE_ROWS: tl.constexpr, HAS_N_KEYS: tl.constexpr, K_MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """−c of some columns of a sample, [B, width] in the dtype of x."""
+    """Writes −c of some columns of a sample, [B, width] in the dtype of x."""
     n_columns = tl.cdiv(width, BLOCK_N)
     b = tl.program_id(0) // n_columns
     offs_n = tl.program_id(0) % n_columns * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -93,7 +93,7 @@ def _centre_kernel(
 
 
 def configs(call: Call) -> tuple[MatmulConfig, ...]:
-    """Returns the candidates, the default first: the largest tile of which there are enough."""
+    """Returns the candidates, the default first: the largest tile that gives enough tiles."""
     problem, found = call.problem, CONFIGS[call.problem.itemsize]
 
     def serves(config: MatmulConfig) -> bool:
@@ -104,7 +104,6 @@ def configs(call: Call) -> tuple[MatmulConfig, ...]:
 
 
 def _tiles(problem: Problem, config: MatmulConfig) -> int:
-    """Counts the tiles of a sample."""
     rows, columns = problem["n_k"], problem["d_model"]
     return triton.cdiv(rows, config.block_m) * triton.cdiv(columns, config.block_n)
 
@@ -117,7 +116,7 @@ def _read(x: torch.Tensor) -> tuple[Callable[[torch.Tensor], torch.Tensor], tupl
 
 
 def prepare_tiles(call: Call, config: MatmulConfig, inputs: tuple) -> Callable:
-    """Queries and values by cuBLAS, keys by one launch of ours."""
+    """Prepares queries and values by cuBLAS, and keys by one launch of ours."""
     x, _weight, n_keys = inputs
     shape = batch, n_k, width = tuple(call.problem[size] for size in ("batch", "n_k", "d_model"))
     read, strides = _read(x.narrow(1, 0, n_k))
@@ -136,7 +135,7 @@ def prepare_tiles(call: Call, config: MatmulConfig, inputs: tuple) -> Callable:
 
 
 def prepare_samples(call: Call, config: object, inputs: tuple) -> Callable:
-    """Queries and values by cuBLAS, −c by one launch of ours, keys by one of cuBLAS's a sample."""
+    """Prepares queries and values by cuBLAS, −c by one launch, keys by a cuBLAS call a sample."""
     x, _weight, n_keys = inputs
     shape = batch, n_k, width = tuple(call.problem[size] for size in ("batch", "n_k", "d_model"))
     read, strides = _read(x.narrow(1, 0, n_k))

@@ -1,7 +1,7 @@
-"""A linear layer of a few rows, for which a launch takes longer than the weight takes to be read.
+"""Computes a linear layer of a few rows, for which a launch takes longer than reading the weight.
 
-A program has BLOCK_N outputs of all rows, reads these and its part of the weight at once, and has
-each of its warps multiply a part of the inner dimension.
+A program has BLOCK_N outputs of all rows. It reads all rows and its part of the weight at once, and
+each of its warps multiplies a part of the inner dimension.
 """
 
 from collections.abc import Callable
@@ -26,15 +26,15 @@ from tnp.ops._shared.rows import row_layout, row_offsets
 from tnp.ops._shared.triton_matmul import load_tile, store_tile
 from tnp.ops.projection.products import empty_linear
 
-# Inner width, padded, that a program reads at once, and a warp's part of it at least. With up to 16
-# warps a drawn target took a tenth longer (H100).
+# The padded inner width that a program reads at once, and a warp's smallest part of it. With up to
+# 16 warps a drawn target took a tenth longer (H100).
 MOST_WIDTH, WARP_WIDTH, MOST_WARPS = 2048, 128, 8
 _triton = triton_from(80)
 
 
 @dataclass(frozen=True)
 class Config(KernelConfig):
-    """Outputs of a program, and its warps, which share the inner dimension."""
+    """Sets outputs of a program, and its warps, which share the inner dimension."""
 
     block_n: int
     num_warps: int
@@ -74,7 +74,6 @@ def _block_k(call: Call) -> int:
 
 
 def configs(call: Call) -> tuple[Config, ...]:
-    """Returns the only candidate."""
     return (Config(8, min(MOST_WARPS, _block_k(call) // WARP_WIDTH)),)
 
 

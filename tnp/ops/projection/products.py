@@ -1,7 +1,8 @@
-"""Projections by PyTorch's own products: as few calls as they take, none that reads more than rows.
+"""Computes projections by PyTorch's own products, with as few calls as possible, reading only
+needed rows.
 
-Gradients of weights are accumulated in float32. What a call costs the host is what its calls of
-PyTorch cost: shapes, strides and which products there are are decided once a plan.
+Gradients of weights are accumulated in float32. Shapes, strides and the list of products are
+decided once a plan, so a call costs the host only its calls of PyTorch.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from tnp.ops._shared.ranges import asserting, between
 from tnp.ops._shared.weight_gradient import product, transposed
 from tnp.ops.projection.qkv import query_factor
 
-OPTIONS = ("base2", "centred", "n_keys")  # that projections of attention take
+OPTIONS = ("base2", "centred", "n_keys")  # options of attention's projections
 Read = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -102,7 +103,6 @@ def prepare_qkv(call: Call, config, inputs):
 
 
 def _factor(call: Call) -> float:
-    """Returns the factor of queries."""
     problem = call.problem
     return query_factor(problem["d_model"], problem["n_heads"], problem["base2"])
 
@@ -115,17 +115,18 @@ def are_halves(call: Call) -> bool:
 def launch_of(
     call: Call, x: torch.Tensor, project_keys: Callable[..., torch.Tensor] | None = None
 ) -> Callable:
-    """The launch of a forward pass on x.
+    """Returns the launch of a forward pass on x.
 
-    Keys and values are one product, k and v halves of its rows [B, n_k, 2 · D]: not where results
-    are to lie apart, nor where `project_keys` is given, (rows [B, n_k, D], w_k, n_keys) → keys.
+    Keys and values are one product, with k and v as halves of its rows [B, n_k, 2 · D]. They are
+    not if results must lie apart, or if `project_keys` is given: (rows [B, n_k, D], w_k, n_keys) →
+    keys.
     """
     dtype, (batch, n_rows, d_model), n_heads = x.dtype, x.shape, call.problem["n_heads"]
     n_q, n_k = call.problem["n_q"], call.problem["n_k"]
     first, head_dim = n_rows - n_q, d_model // n_heads
 
     def of_heads(n: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """[B, n, width] as [B, n_heads, n, D]."""
+        """Returns shape and strides of [B, n, width] as [B, n_heads, n, D]."""
         return (batch, n_heads, n, head_dim), (n * width, head_dim, width, 1)
 
     of_q, of_one, of_half = (
@@ -163,11 +164,10 @@ def _times(
     n: int, width: int, x: torch.Tensor, factor: float = 1.0
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Returns a function that multiplies `n` rows of every sample of x [B, L, D], the transpose of
-    w [width, D] and `factor`, and rounds once: contiguous rows, whose caller says how they are
-    read.
+    w [width, D] and `factor`, and rounds once. It returns contiguous rows.
 
-    Of all rows PyTorch makes one matrix. Of some it finds out that it cannot, at twice the cost of
-    the call that it then makes.
+    PyTorch reads all rows as one matrix. For some rows it finds out that it cannot, which costs
+    twice as much as the call that it then makes.
     """
     batch, n_rows, d_model = x.shape
     if n == n_rows and factor == 1.0:
@@ -190,16 +190,17 @@ def _times(
 
 
 def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, factor: float) -> torch.Tensor:
-    """factor · a b in `out`, of matrices or batches of them; what is in `out` is not read."""
+    """Writes factor · a b to `out`, for matrices or batches of matrices. It does not read `out`."""
     multiply = torch.addmm if a.dim() == 2 else torch.baddbmm
     return multiply(out, a, b, beta=0, alpha=factor, out=out)
 
 
 def prepare_qkv_backward(call: Call, config, inputs):
-    """Each of the three gradients may be missing.
+    """Prepares the backward pass. Each of the three gradients may be missing.
 
-    Where dk and dv are halves of rows [B, n_k, 2 · D], as our attention writes them, these are
-    multiplied as one. Strides say whether they can be, addresses at every call whether they are.
+    If dk and dv are halves of rows [B, n_k, 2 · D], as our attention writes them, they are
+    multiplied as one. Strides decide whether this is possible, and addresses at every call whether
+    it is so.
     """
     (dq, dk, dv), kept, _saved = inputs
     d_model = call.problem["d_model"]
@@ -219,9 +220,9 @@ def prepare_qkv_backward(call: Call, config, inputs):
 
 
 def _can_be_halves(dk: torch.Tensor, dv: torch.Tensor) -> bool:
-    """Returns whether k and v can be halves.
+    """Returns whether dk and dv can be halves of the same rows.
 
-    One row cannot: the memory behind it may be another tensor's.
+    A single row cannot, because the memory behind it may belong to another tensor.
     """
     batch, n_heads, n_k, head_dim = dk.shape
     width = 2 * n_heads * head_dim
@@ -229,7 +230,7 @@ def _can_be_halves(dk: torch.Tensor, dv: torch.Tensor) -> bool:
 
 
 def _lies_as_rows(dy: torch.Tensor, width: int) -> bool:
-    """Returns whether [B, n_heads, rows, D] lies as columns of contiguous [B, rows, width]."""
+    """Returns whether [B, n_heads, rows, D] is a view of contiguous [B, rows, width]."""
     _, _, n, head_dim = dy.shape
     steps = zip(dy.stride(), (n * width, head_dim, width, 1), dy.shape, strict=True)
     return all(step == right for step, right, size in steps if size > 1)
@@ -238,8 +239,9 @@ def _lies_as_rows(dy: torch.Tensor, width: int) -> bool:
 def _gradients(
     call: Call, kept: tuple, gradients: tuple, widths: tuple[int, ...]
 ) -> Callable[[tuple, tuple], tuple]:
-    """Returns a function that makes dx and dweight from such gradients, of so many rows of the
-    weight each.
+    """Returns a function that computes dx and dweight from such gradients.
+
+    Each gradient belongs to the given number of rows of the weight.
     """
     x, weight = kept
     lie_right = [
@@ -270,7 +272,7 @@ def _gradients(
 def _of_x(
     call: Call, x: torch.Tensor, given: list[bool], widths: tuple[int, ...]
 ) -> Callable[..., torch.Tensor]:
-    """dx = dq w_q of the rows from `first` on, plus dk w_k + dv w_v of the first n_k."""
+    """Returns a function for dx = dq w_q of rows from `first` on, plus dk w_k + dv w_v."""
     of_dx, dtype, (batch, n_rows, d_model) = dense(*x.shape), x.dtype, x.shape
     n_q, n_k = call.problem["n_q"], call.problem["n_k"]
     first, factor, has_q, has_keys = n_rows - n_q, _factor(call), given[0], any(given[1:])
@@ -300,7 +302,7 @@ def _of_x(
     if has_q and first == 0:
         return of_all_queries
 
-    # Rows before `start` get nothing of queries. Keys come first where they share none with them.
+    # Rows before `start` have no queries. Keys come first if they share no rows with queries.
     start = first if has_q else n_rows
     keys_begin = has_keys and n_k <= start
     zeros_from = n_k if keys_begin else 0
@@ -353,10 +355,10 @@ def _of_weight(
 
 
 def _rows(x: torch.Tensor, start: int, n: int) -> Read:
-    """Returns a function that reads rows `start` to `start + n` of x [B, L, D] as one matrix [B ·
-    n, D].
+    """Returns a function that reads rows `start` to `start + n` of x [B, L, D] as a matrix [B · n,
+    D].
 
-    PyTorch copies strided rows an element a thread: elements of 16 bytes, where they can be such,
+    PyTorch's copy of strided rows moves one element a thread. Elements of 16 bytes, if possible,
     take a third of the time (H200).
     """
     shape, dtype = (x.shape[0] * n, x.shape[-1]), x.dtype
@@ -374,7 +376,7 @@ def _rows(x: torch.Tensor, start: int, n: int) -> Read:
     wide_shape = shape[0], shape[1] // wide
 
     def in_wide_elements(x: torch.Tensor) -> torch.Tensor:
-        if x.storage_offset() % wide:  # of storage that starts elsewhere
+        if x.storage_offset() % wide:  # the offset is no multiple of an element
             return plain(x)
         rows = x.view(torch.complex128).narrow(1, start, n)
         return rows.reshape(wide_shape).view(dtype)

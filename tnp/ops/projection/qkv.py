@@ -1,4 +1,4 @@
-"""Projections of attention: the formula, and what they are measured by."""
+"""Defines projections of attention: the formula, inputs, work and cases."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tnp.ops._shared.declared import numbers_out_of_range
 
 
 def require_product(x, weight) -> None:
-    """Raises ValueError where x [..., n_in] and weight [n_out, n_in] do not go together."""
+    """Raises ValueError if x [..., n_in] and weight [n_out, n_in] do not fit together."""
     from tnp.util.checks import require_floats, require_one_device
 
     if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:]:
@@ -21,7 +21,7 @@ def require_product(x, weight) -> None:
     require_one_device(x=x, weight=weight)
 
 
-CENTRE_ROWS = 64  # of a sample, whose mean is taken off its keys
+CENTRE_ROWS = 64  # keys of a sample; their mean is subtracted
 
 
 def query_factor(d_model: int, n_heads: int, base2: bool) -> float:
@@ -30,13 +30,13 @@ def query_factor(d_model: int, n_heads: int, base2: bool) -> float:
 
 
 def reference(x, weight, n_keys, n_heads, n_q=None, n_k=None, centred=False, base2=False):
-    """PyTorch's linear layers: one for all three where every row is a query and a key."""
+    """Computes PyTorch's linear layers: one for all three if every row is a query and a key."""
     from torch.nn.functional import linear as product
 
     n_rows, d_model = x.shape[1:]
     n_q, n_k = n_rows if n_q is None else n_q, n_rows if n_k is None else n_k
     w = weight.to(x.dtype)
-    # Not n_q == n_k, on whose outcome a compiler would make a program for each.
+    # Not n_q == n_k: a compiler would make a program for each outcome.
     if n_q == n_rows and n_k == n_rows and not (centred or base2):
         q, k, v = product(x, w).chunk(3, -1)
     else:
@@ -54,7 +54,7 @@ def reference(x, weight, n_keys, n_heads, n_q=None, n_k=None, centred=False, bas
 
 
 def _scaled(rows, weight, factor):
-    """factor · rows wᵀ, rounded once."""
+    """Returns factor · rows wᵀ, rounded once."""
     import torch
 
     matrix = rows.flatten(0, 1)
@@ -63,7 +63,7 @@ def _scaled(rows, weight, factor):
 
 
 def _centred(rows, weight, n_keys):
-    """Keys [B, n_k, d_model] less the mean of some, of which no gradient is taken."""
+    """Returns keys [B, n_k, d_model] minus the mean of some keys, which has no gradient."""
     import torch
 
     spread = torch.arange(CENTRE_ROWS, device=rows.device)[None] * (
@@ -72,12 +72,12 @@ def _centred(rows, weight, n_keys):
     index = (spread // CENTRE_ROWS).long()[..., None].expand(len(rows), -1, rows.shape[-1])
     with torch.no_grad():
         centre = rows.gather(1, index).mean(1, keepdim=True) @ weight.mT
-    # In one product: subtracted afterwards, what both have in common would have been rounded.
+    # In one product: if subtracted later, the part that both have in common would already be
+    # rounded.
     return torch.baddbmm(-centre, rows, weight.mT.expand(len(rows), -1, -1))
 
 
 def describe(x, weight, n_keys, n_heads, n_q=None, n_k=None, centred=False, base2=False) -> dict:
-    """Returns the sizes; raises ValueError where they do not go together."""
     from tnp.util.checks import require_lengths
 
     require_product(x, weight)
@@ -105,15 +105,16 @@ def describe(x, weight, n_keys, n_heads, n_q=None, n_k=None, centred=False, base
 
 
 def out_of_range(case, inputs):
-    """Numbers of rows to be centred by, which spoil their sample's keys."""
+    """Yields n_keys out of range, which spoil their sample's keys."""
     yield from numbers_out_of_range(inputs, "n_keys", 1, case.problem["n_k"], "k")
 
 
 def draw(case, random) -> dict:
-    """Draws normal x, weights scaled by their fan-in, gradients that lie as our attention leaves
-    them; where keys are centred, rows that share a vector.
+    """Draws normal x, weights scaled by their fan-in, and gradients in the layout of our attention.
 
-    As in a trained model it is a few times as long as what tells rows apart.
+    If keys are centred, rows share a vector.
+
+    As in a trained model, the vector is a few times as long as the differences between rows.
     """
     problem = case.problem
     x = random(*(problem[name] for name in ("batch", "rows", "d_model")))
@@ -130,9 +131,7 @@ def draw(case, random) -> dict:
 
 
 def condition(operator, case, inputs) -> dict[str, float]:
-    """Estimates the error of float32: each addition rounds, and centred keys are a difference of
-    longer vectors.
-    """
+    """Estimates float32's error: additions round, centred keys subtract longer vectors."""
     import torch
 
     problem = case.problem
@@ -148,7 +147,7 @@ def condition(operator, case, inputs) -> dict[str, float]:
 
 
 def work(case, pass_) -> Work:
-    """Counts as `linear` does, of the rows that are asked for."""
+    """Counts the work of `linear` for the requested rows."""
     problem = case.problem
     batch, rows, d, _n_heads, n_q, n_k = (size for _, size in problem.sizes)
     x, qkv = batch * rows * d * problem.itemsize, batch * (n_q + 2 * n_k) * d * problem.itemsize
@@ -159,9 +158,7 @@ def work(case, pass_) -> Work:
 
 
 def cases(operator, target) -> list[Case]:
-    """Queries and keys of all rows, of one, of rows that overlap, meet and leave a gap, centred
-    and not.
-    """
+    """Covers all rows, one row, and queries and keys that overlap, meet or leave a gap."""
 
     def case(
         dtype: str, batch: int, rows: int, d_model: int, n_k: int, first: int = 0, **options: bool
@@ -223,6 +220,6 @@ def within(operator, model, run):
 
 
 def coordinates(problem) -> tuple[float, ...]:
-    """Returns the sizes that the cost of projections depends on. The number of heads is not one."""
+    """Returns the sizes that projections' costs depend on: all but the number of heads."""
     batch, _rows, d_model, _n_heads, n_q, n_k = (size for _, size in problem.sizes)
     return batch * n_q, batch * n_k, d_model

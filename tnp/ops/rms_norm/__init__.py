@@ -1,8 +1,8 @@
-"""RMSNorm, alone or with the residual addition in front of it.
+"""Computes RMSNorm, alone or after the residual addition.
 
     sum = x + update    rstd = 1/√(mean_d sum² + eps)    normalized = sum · rstd · weight
 
-The sum is rounded to x's dtype before it is normalized: it is what the backward pass reads, which
+The sum is rounded to x's dtype before it is normalized. The backward pass reads the sum, and
 computes rstd again. (Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv 1910.07467.)
 """
 
@@ -25,25 +25,26 @@ from tnp.util.checks import positive_number, require_equal, require_floats, requ
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["add_rms_norm", "rms_norm"]
+
 EPS = 1e-6
-MAX_WIDTH = 16384  # the gate goes up to this
+MAX_WIDTH = 16384  # the gate tests widths up to this
 
 
 def reference(x, weight, eps):
-    """Computes the formula in PyTorch, in whatever dtype it is given; the weight is cast to x's."""
+    """Computes the formula in PyTorch, in x's dtype, to which the weight is cast."""
     from torch.nn.functional import rms_norm
 
     return rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
 
 def add_reference(x, update, weight, eps):
-    """The sum and its norm."""
     total = x + update
     return total, reference(total, weight, eps)
 
 
 def describe(x, weight, name="weight") -> dict:
-    """Returns the sizes; raises ValueError that names the weight where tensors do not fit."""
+    """Returns the sizes. Raises ValueError that names the weight if tensors do not fit together."""
     if weight.dim() != 1 or x.shape[-1:] != weight.shape or len(weight) == 0:
         raise ValueError(
             f"x is {tuple(x.shape)} and {name} {tuple(weight.shape)}: they must be [..., D] and "
@@ -62,7 +63,6 @@ def add_describe(x, update, weight, name="weight") -> dict:
 
 
 def draw(case, random) -> dict:
-    """Draws normal numbers, and a weight around 1."""
     import torch
 
     spread = random(case.problem["width"], dtype=torch.float32)
@@ -77,24 +77,23 @@ def add_draw(case, random) -> dict:
 
 
 def _work(case, read: int, written: int, pass_: str) -> Work:
-    """Counts so many tensors like x once; the float32 weight, and backward its gradient."""
+    """Counts `read` and `written` tensors like x, the float32 weight, and backward its gradient."""
     weight = case.problem["width"] * 4
     size = case.problem["rows"] * case.problem["width"] * case.problem.itemsize
     return Work({}, read * size + weight, written * size + weight * (pass_ == "backward"))
 
 
 def work(case, pass_) -> Work:
-    """Counts x → normalized; x and dnormalized → dx."""
     return _work(case, 1 if pass_ == "forward" else 2, 1, pass_)
 
 
 def add_work(case, pass_) -> Work:
-    """x and update → sum and normalized; sum and both gradients → dx, which is dupdate too."""
+    """Counts x, update → sum, normalized, or sum and both gradients → dx = dupdate."""
     return _work(case, *((2, 2) if pass_ == "forward" else (3, 1)), pass_)
 
 
-# Rows and width, and how they are drawn. On both sides of a tile's rows at a width, more tiles than
-# programs, padded widths, one column; widths past what a warp and what a backward program holds.
+# Rows and width, and how they are drawn: both sides of a tile's rows at a width, more tiles than
+# programs, padded widths, one column, and widths beyond a warp and a backward program.
 _GPU = {
     "bfloat16": (
         (36_096, 512, {"batch": 64}),
@@ -135,9 +134,7 @@ def _sizes(target):
 
 
 def _within(operator: Operator, model, run):
-    """Returns the problem of the norms of a neural process, and of a language model that has this
-    kind.
-    """
+    """Returns the problem of the norms of a neural process, or of a model with RMSNorm."""
     if model.get("norm", "rms") != "rms":
         return None
     return operator.problem(run["dtype"], rows=rows_within(run), width=model["d_model"])
@@ -215,12 +212,12 @@ OPERATORS = (RMS_NORM, ADD_RMS_NORM)
 def rms_norm(
     x: Tensor, weight: Tensor, *, eps: float = EPS, implementation: str = "torch"
 ) -> Tensor:
-    """x / √(mean_d x² + eps) · weight.
+    """Returns x / √(mean_d x² + eps) · weight.
 
     Args:
-        x: [..., D], any strides; what is contiguous but for its rows, as h[:, n:], is not copied.
-            bfloat16, float16 or float32 and D at most 16,384 for `fused`.
-        weight: [D], any float dtype; `torch` casts it to x's.
+        x: [..., D], any strides. A tensor with contiguous rows, such as h[:, n:], is not copied.
+            `fused` takes bfloat16, float16 or float32, and D up to 16,384.
+        weight: [D], any float dtype. `torch` casts it to x's dtype.
         eps: a number, positive and finite.
         implementation: a name of `tnp.dispatch.registry`, or "auto".
 
@@ -228,7 +225,7 @@ def rms_norm(
         [..., D] in x's dtype, contiguous from `fused`.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not go together.
+        ValueError: shapes, dtypes or devices do not fit together.
         RuntimeError: the implementation cannot run here, with the reason.
     """
     import tnp.dispatch.call as dispatch
@@ -241,14 +238,14 @@ def rms_norm(
 def add_rms_norm(
     x: Tensor, update: Tensor, weight: Tensor, *, eps: float = EPS, implementation: str = "torch"
 ) -> tuple[Tensor, Tensor]:
-    """x + update, and its `rms_norm`: the residual stream and the next layer's input.
+    """Returns x + update, and its `rms_norm`: the residual stream and the next layer's input.
 
     Args:
-        x, update: [..., D], equal in shape, dtype and device, each with strides of its own.
+        x, update: [..., D], equal in shape, dtype and device, each with any strides.
         weight, eps, implementation: as for `rms_norm`.
 
     Returns:
-        Both [..., D] in x's dtype.
+        Both results are [..., D] in x's dtype.
 
     Raises:
         ValueError, RuntimeError: as `rms_norm`.

@@ -1,4 +1,4 @@
-"""RMSNorm in Triton: a program holds whole rows, each read once and written once.
+"""Computes RMSNorm in Triton: a program holds whole rows, each read once and written once.
 
     sum = x + update    rstd = 1/√(mean_d sum² + eps)    normalized = sum · rstd · weight
 
@@ -6,11 +6,11 @@ and with x̂ = sum·rstd and g = dnormalized·weight
 
     dx = dsum + rstd·(g − x̂·mean_d(g·x̂))    dweight = Σ_rows dnormalized·x̂
 
-Computed in float32. The backward pass reads sum, dnormalized and dsum and computes rstd again; its
-programs walk the rows and keep dweight in registers, so that each writes one partial [D], added up
-by a second, small launch in a fixed order. Rows too wide for either pass are read twice, as
-`tnp.ops._shared.norms` says of the backward pass.
-(Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv 1910.07467.)
+It computes in float32. The backward pass reads sum, dnormalized and dsum, and computes rstd again.
+Its programs walk the rows and keep dweight in registers. Each writes one partial sum [D], and a
+second, small launch adds them up in a fixed order. Rows too wide for either pass are read twice
+(`tnp.ops._shared.norms` explains the backward pass). (Zhang and Sennrich, Root Mean Square Layer
+Normalization, arXiv 1910.07467.)
 """
 
 import torch
@@ -33,8 +33,9 @@ from tnp.ops._shared.operands import dense
 from tnp.ops._shared.primitives import cast
 from tnp.ops._shared.rows import load_rows, programs, row_layout, row_offsets
 
-# Columns at a time of a row that the forward pass reads twice. On an H200, 4,096 rows of 16,384 in
-# bfloat16: 69.3 µs, blocks of 4,096 and 8 warps 72.5, a row held in registers 102; a copy 64.8.
+# Columns of a block of a row that the forward pass reads twice. On an H200, 4,096 rows of 16,384 in
+# bfloat16 take 69.3 µs. Blocks of 4,096 with 8 warps take 72.5, a row held in registers 102, and a
+# copy 64.8.
 WIDE_BLOCK, WIDE_WARPS = 8192, 16
 
 
@@ -69,7 +70,7 @@ def _rms_norm_wide_fwd_kernel(
     n_inner, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_UPDATE: tl.constexpr,
 ):  # fmt: skip
-    """One program a row, a block of columns at a time. The second reading comes from a cache."""
+    """Normalizes one row a program, in blocks of columns; a cache serves the second reading."""
     row = tl.program_id(0)
     x_ptr += row_offsets(row, n_inner, stride_xb, stride_xl)
     update_ptr += row_offsets(row, n_inner, stride_ub, stride_ul)
@@ -86,7 +87,7 @@ def _rms_norm_wide_fwd_kernel(
             x = x.to(tl.float32)
         squares += x * x
     rstd = 1.0 / tl.sqrt_rn(tl.sum(squares) / D + eps)
-    # What was stored is in sight of the whole program: it met for the sum of squares.
+    # Stores are visible to the whole program, which was synchronized for the sum of squares.
     read_ptr = sum_ptr if HAS_UPDATE else x_ptr
     for start in tl.static_range(0, D, BLOCK_D):
         offs_d = start + tl.arange(0, BLOCK_D)
@@ -104,7 +105,7 @@ def _rms_norm_bwd_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     HAS_DSUM: tl.constexpr,
 ):  # fmt: skip
-    """Program p takes every `num_programs`-th group of ROWS rows and writes partials[p]."""
+    """Writes partials[p] in program p, which takes every `num_programs`-th group of ROWS rows."""
     offs_d = tl.arange(0, BLOCK_D)
     weight = tl.load(weight_ptr + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)
     dweight = tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -121,7 +122,7 @@ def _rms_norm_bwd_kernel(
             dsum = load_rows(dsum_ptr, offs_s, mask)
         rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / D + eps)
         g = dnormalized * weight[None, :]
-        # Both sums are of loaded values alone, so that neither waits for the other.
+        # Both sums use only loaded values, so neither waits for the other.
         shrink = rstd * (rstd * (rstd * (tl.sum(g * x, 1) / D)))
         dx = g * rstd[:, None] - x * shrink[:, None]
         if HAS_DSUM:
@@ -158,7 +159,7 @@ def _rms_norm_coefficients_kernel(
 
 
 def empty(wanted, inputs):
-    """Allocates the results of rms_norm, and of add_rms_norm where there is an update."""
+    """Allocates the results of rms_norm, or of add_rms_norm if there is an update."""
     x = inputs[0]
     return tuple([x.new_empty(x.shape) for _ in inputs[1:]]), ()
 
@@ -197,7 +198,7 @@ def _launch(call, inputs, kernel, n_programs, counts, sizes):
 
 
 def empty_backward(wanted, inputs):
-    """Allocates dx. Where the norm was not used, the gradient of the sum is returned."""
+    """Allocates dx. If the norm was not used, it returns the gradient of the sum."""
     gradients, (x, weight), _saved = inputs
     if gradients[-1] is None:
         return _results(wanted, gradients, gradients[0], None)
@@ -206,7 +207,7 @@ def empty_backward(wanted, inputs):
 
 
 def _results(wanted, gradients, dx, dweight):
-    """dx is the gradient of x and, where there is one, of the update."""
+    """Returns the wanted gradients. dx is the gradient of x, and of an update."""
     of_sum = [dx if name in wanted else None for name in ("x", "update")[: len(gradients)]]
     return *of_sum, dweight if "weight" in wanted else None
 
@@ -274,7 +275,7 @@ def prepare_wide_backward(call, config, inputs):
         rstd, slope = (x.new_empty(n_rows, dtype=torch.float32) for _ in range(2))
         coefficients(dnormalized, x_read, weight_read, rstd, slope, *scalars)
         dx, partials = x.new_empty(x.shape), total.partials(x)
-        # What is not centered has neither means nor shifts, and no bias.
+        # RMSNorm is not centered: it has no means, shifts and bias.
         kernel(
             dnormalized, dsum, x_read, weight_read, rstd, slope, rstd, rstd, dx, partials, partials
         )

@@ -1,8 +1,8 @@
-"""RMSNorm behind the residual addition, and the linear layer that reads it, in one.
+"""Computes RMSNorm after the residual addition, and the linear layer that reads it.
 
     sum = x + update        y = rms_norm(sum) wᵀ, or its SiLU
 
-For a few rows, where a launch takes longer than what it does. Forward only.
+It is for a few rows, for which a launch takes longer than its work. It has no backward pass.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from tnp.util.checks import positive_number, require_floats, require_no_gradient
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["rms_norm_linear"]
+
 
 def reference(x, update, norm_weight, weight, eps, silu=False):
-    """Computes the formulas in PyTorch, in whatever dtype it is given; weights are cast to x's."""
+    """Computes the formulas in PyTorch, in x's dtype, to which weights are cast."""
     from torch.nn import functional as F
 
     total, normalized = rms_norm.add_reference(x, update, norm_weight, eps)
@@ -39,7 +41,7 @@ def reference(x, update, norm_weight, weight, eps, silu=False):
 
 
 def describe(x, update, norm_weight, weight, silu=False) -> dict:
-    """Returns the sizes; raises ValueError where tensors do not fit, or a gradient is requested."""
+    """Returns the sizes. Raises ValueError for tensors that do not fit, or want a gradient."""
     tensors = {"x": x, "update": update, "norm_weight": norm_weight, "weight": weight}
     require_no_gradient("rms_norm_linear", **tensors)
     require_floats(weight=weight)
@@ -54,7 +56,7 @@ def describe(x, update, norm_weight, weight, silu=False) -> dict:
 
 
 def draw(case, random) -> dict:
-    """Draws the same as of `add_rms_norm`, and a weight scaled by its fan-in."""
+    """Draws the inputs of `add_rms_norm`, and a weight scaled by its fan-in."""
     inputs = rms_norm.add_draw(case, random)
     norm_weight = inputs.pop("weight")
     weight = random.weight(case.problem["n_out"], case.problem["width"])
@@ -71,7 +73,7 @@ def work(case, pass_) -> Work:
 
 
 def compiled(target) -> Iterator[Problem]:
-    """Yields problems to compile: of a few rows, whole and in parts, and of more rows."""
+    """Yields problems to compile: a few rows, whole and in parts, and more rows."""
     for dtype in ("bfloat16", "float32") if target.capability == 90 else ("bfloat16",):
         for rows, width in ((2, 512), (2, 1024), (40, 512)):
             yield OPERATOR.problem(dtype, rows=rows, width=width, n_out=1536, silu=True)
@@ -83,7 +85,7 @@ _INTERPRETED = (
     (17, 100, 33, _SILU),
     (3, 1100, 16, {"start": 1, **_SILU}),
 )
-# Both sides of a tile's rows in each configuration, ragged widths, and the model's.
+# Both sides of a tile's rows in each configuration, ragged widths, and the model's widths.
 _GPU = (
     *((rows, 512, 1536, {}) for rows in (1, 2, 16, 17, 64, 65, 777)),
     *((rows, 512, 1408, _SILU) for rows in (1, 2, 8, 40)),
@@ -146,24 +148,23 @@ def rms_norm_linear(
     silu: bool = False,
     implementation: str = "torch",
 ) -> tuple[Tensor, Tensor]:
-    """x + update, and the linear layer of its `rms_norm`.
+    """Returns x + update, and the linear layer of its `rms_norm`.
 
     Args:
-        x, update: [..., D], equal in shape, dtype and device, each with strides of its own;
-            bfloat16, float16 or float32 for `triton`, which serves any number of rows and pays for
-            a few: each program of a tile of rows computes their norm anew.
-        norm_weight: [D], any float dtype; `torch` casts it to x's.
-        weight: [n_out, D], any float dtype; cast to x's.
+        x, update: [..., D], equal in shape, dtype and device, each with any strides. `triton` takes
+            bfloat16, float16 or float32. It serves any number of rows, but is fast only for a few:
+            each program of a tile of rows computes their norm again.
+        norm_weight: [D], any float dtype. `torch` casts it to x's dtype.
+        weight: [n_out, D], any float dtype. It is cast to x's dtype.
         eps: a number, positive and finite.
-        silu: whether SiLU is applied to the product.
+        silu: whether to apply SiLU to the product.
         implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
         [..., D] and [..., n_out] in x's dtype, without a gradient, and equal from run to run.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not go together, or a tensor that asks for a
-            gradient.
+        ValueError: shapes, dtypes or devices do not fit together, or a tensor requires a gradient.
         RuntimeError: the implementation cannot run here, with the reason.
     """
     import tnp.dispatch.call as dispatch

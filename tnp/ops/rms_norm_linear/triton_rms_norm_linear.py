@@ -1,7 +1,7 @@
-"""RMSNorm and a linear layer in one launch.
+"""Computes RMSNorm and a linear layer in one launch.
 
-A program has BLOCK_N outputs of BLOCK_M rows. Every program of a tile of rows reads them whole,
-twice where they are wider than BLOCK_D, and computes their norm; one of them writes the sum.
+A program has BLOCK_N outputs of BLOCK_M rows. Every program of a tile of rows reads whole rows,
+twice if they are wider than BLOCK_D, and computes their norm. One of these programs writes the sum.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from tnp.ops._shared.triton_matmul import load_tile, silu, store_tile
 
 @dataclass(frozen=True)
 class Config(KernelConfig):
-    """Sets rows and outputs of a tile, columns at a time, and the parts that are multiplied."""
+    """Sets rows and outputs of a tile, columns at a time, and the parts of a product."""
 
     block_m: int
     block_n: int
@@ -31,7 +31,7 @@ class Config(KernelConfig):
     num_warps: int
 
 
-# By bytes per element: of up to `FEW` rows, and of more.
+# By bytes per element: for up to `FEW` rows, and for more.
 FEW_ROWS = {2: Config(16, 32, 512, 1, 8), 4: Config(16, 16, 128, 4, 4)}
 MANY_ROWS = {2: Config(32, 64, 256, 1, 8), 4: Config(16, 32, 64, 1, 4)}
 
@@ -69,15 +69,15 @@ def _rms_norm_linear_kernel(
     of_x = row_offsets(rows, inner_x, stride_xb, stride_xl)
     of_update = row_offsets(rows, inner_update, stride_ub, stride_ul)
     MASKED: tl.constexpr = D % BLOCK_D != 0
-    writes = tl.program_id(1) == 0  # the sum, of all programs that have these rows
+    writes = tl.program_id(1) == 0  # only this program of these rows writes the sum
     offs_d = tl.arange(0, BLOCK_D)
     if D <= BLOCK_D:
         prefetch_rows(weight_ptr, offs_n, n_out, D, BLOCK_D, CHAINED)
     follow(CHAINED)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if D <= BLOCK_D:
-        # All that is read is on its way before the norm is known: the weight last, which is taken
-        # to where the product wants it as soon as it has arrived.
+        # All loads are issued before the norm is known. The weight comes last, because it moves to
+        # its place in the product as soon as it arrives.
         norm_weight = load_rows(norm_weight_ptr, offs_d, offs_d < D)
         total = _sum(x_ptr, update_ptr, of_x, of_update, offs_d, in_rows, dtype, D)
         w = load_tile(weight_ptr, offs_n, offs_d, n_out, D, D, True, MASKED)
@@ -105,13 +105,11 @@ def _rms_norm_linear_kernel(
 
 
 def configs(call: Call) -> tuple[Config, ...]:
-    """Returns the only candidate."""
     by_itemsize = FEW_ROWS if call.problem["rows"] <= FEW else MANY_ROWS
     return (by_itemsize[call.problem.itemsize],)
 
 
 def empty(wanted: tuple[str, ...], inputs: tuple) -> tuple[tuple, tuple]:
-    """The sum and y, contiguous."""
     x, _update, _norm_weight, weight = inputs
     return (x.new_empty(x.shape), x.new_empty(*x.shape[:-1], len(weight))), ()
 

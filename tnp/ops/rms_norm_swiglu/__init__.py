@@ -1,4 +1,4 @@
-"""A normalized activation, gated: RMSNorm and SwiGLU's elementwise part in one.
+"""Computes RMSNorm and SwiGLU's elementwise part: a gated, normalized activation.
 
     y = silu(gate) ∘ rms_norm(x) ∘ weight        rms_norm(x) = x / √(mean_d x² + eps)
 
@@ -18,16 +18,16 @@ from tnp.util.checks import positive_number, require_equal, require_floats, requ
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["rms_norm_swiglu"]
+
 
 def reference(x, gate, weight, eps):
-    """Computes both formulas in PyTorch, in whatever dtype it is given."""
     from torch.nn.functional import rms_norm, silu
 
     return silu(gate) * rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
 
 def describe(x, gate, weight) -> dict:
-    """Returns the sizes; raises ValueError where the tensors do not go together."""
     require_equal(gate=gate, x=x)
     if weight.dim() != 1 or x.shape[-1:] != weight.shape or weight.shape[0] == 0:
         raise ValueError(
@@ -40,8 +40,8 @@ def describe(x, gate, weight) -> dict:
 
 
 def draw(case, random) -> dict:
-    """Draws normal numbers, x's times `magnitude`; "halves": x and gate in one [rows, 2·width]
-    tensor; "narrow_weight": the weight in the activations' dtype, not in float32.
+    """Draws normal numbers, with x times `magnitude`. "halves": x and gate lie in one [rows,
+    2·width] tensor. "narrow_weight": the weight has the activations' dtype, not float32.
     """
     rows, width = case.problem["rows"], case.problem["width"]
     if case["halves"]:
@@ -55,7 +55,7 @@ def draw(case, random) -> dict:
 
 
 def work(case, pass_) -> Work:
-    """Counts every activation once; the weight and its gradient in float32."""
+    """Counts every activation once, and the weight and its gradient in float32."""
     width = case.problem["width"]
     size = case.problem["rows"] * width * case.problem.itemsize
     if pass_ == "forward":
@@ -106,20 +106,20 @@ OPERATOR = Operator(
 def rms_norm_swiglu(
     x: Tensor, gate: Tensor, weight: Tensor, *, eps: float = 1e-6, implementation: str = "torch"
 ) -> Tensor:
-    """silu(gate) ∘ rms_norm(x) ∘ weight.
+    """Returns silu(gate) ∘ rms_norm(x) ∘ weight.
 
     Args:
-        x, gate: [..., width], equal in shape, dtype and device, any strides. Read where they lie
-            where rows are contiguous, as the halves of one [..., 2·width] projection are.
-        weight: [width], of any float dtype; PyTorch's form rounds it to x's.
-        eps: positive and finite.
+        x, gate: [..., width], equal in shape, dtype and device, any strides. They are read in place
+            if rows are contiguous, such as the halves of one [..., 2·width] projection.
+        weight: [width], any float dtype. PyTorch's form rounds it to x's dtype.
+        eps: a number, positive and finite.
         implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
-        [..., width] in x's dtype; it and the gradients are contiguous from ours.
+        [..., width] in x's dtype. From ours, it and the gradients are contiguous.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not go together, or an eps out of range.
+        ValueError: shapes, dtypes or devices do not fit together, or eps is out of range.
         RuntimeError: the implementation cannot run here, with the reason.
     """
     import tnp.dispatch.call as dispatch

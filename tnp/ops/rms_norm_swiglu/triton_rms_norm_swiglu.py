@@ -1,18 +1,18 @@
-"""silu(gate) ∘ rms_norm(x) in one pass: a program holds whole rows, each read and written once.
+"""Computes silu(gate) ∘ rms_norm(x) in one pass: a program reads and writes whole rows once.
 
 With rstd = 1/√(mean_d x² + eps), x̂ = x·rstd, s = 1 / (1 + e^−gate), silu = gate·s:
 
     y = silu·x̂·weight
 
-and backward, with g = dy·silu·weight, which is the gradient of x̂:
+and in the backward pass, with g = dy·silu·weight, the gradient of x̂:
 
     dx = rstd·(g − x̂·mean_d(g·x̂))    dgate = dy·x̂·weight·(s + silu·(1 − s))
     dweight = Σ_rows dy·silu·x̂
 
-Computed in float32. The backward pass computes rstd again. Its programs walk the rows and keep
-dweight in registers, so that each writes one partial [width], added up by a second, small launch in
-a fixed order. Where registers cannot hold that, programs read their rows twice, by columns: both
-sums are of what was read alone, so that one reading gives them.
+All is in float32. The backward pass computes rstd again. Its programs walk the rows and keep
+dweight in registers. Each writes one partial sum [width], and a second, small launch adds them up
+in a fixed order. If registers cannot hold dweight, programs read their rows twice, by columns. Both
+sums of a row use only loaded values, so the first reading gives both.
 """
 
 from dataclasses import dataclass
@@ -27,9 +27,9 @@ from tnp.ops._shared.primitives import cast
 from tnp.ops._shared.rows import bound_sum, load_rows, programs, row_offsets
 from tnp.ops._shared.walks import walk
 
-MAX_WIDTH = 16384  # the forward pass holds whole rows in registers,
-MAX_HELD = 8192  # and to this width all that either pass wants to
-CHUNK = 2048  # columns at a time of what is read twice
+MAX_WIDTH = 16384  # the forward pass holds whole rows in registers up to this width,
+MAX_HELD = 8192  # and up to this width both passes hold everything
+CHUNK = 2048  # columns of a block of a row that is read twice
 WARP = 32
 
 
@@ -43,7 +43,7 @@ class Config:
 
 @dataclass(frozen=True)
 class BackwardConfig(Config):
-    """Sets also programs per multiprocessor, and stages of the loads ahead."""
+    """Sets also programs per multiprocessor, and stages of prefetched loads."""
 
     per_multiprocessor: int
     num_stages: int
@@ -61,7 +61,7 @@ def _rms_norm_swiglu_fwd_kernel(
     mask = (rows < n_rows)[:, None] & (offs_d < D)[None, :]
     offs_x = row_offsets(rows, n_inner, stride_xo, stride_xi)[:, None] + offs_d[None, :]
     offs_g = row_offsets(rows, n_inner, stride_go, stride_gi)[:, None] + offs_d[None, :]
-    # All loads are under way before the sum waits for the first, where registers hold them.
+    # If registers hold them, all loads are issued before the sum waits for the first.
     x = load_rows(x_ptr, offs_x, mask)
     gate = load_rows(gate_ptr, offs_g, mask)
     if WEIGHT_AHEAD:
@@ -82,7 +82,7 @@ def _rms_norm_swiglu_bwd_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     WITH_X: tl.constexpr, WITH_GATE: tl.constexpr, WITH_WEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Program p takes every `num_programs`-th group of ROWS rows and writes partials[p]."""
+    """Writes partials[p] in program p, which takes every `num_programs`-th group of ROWS rows."""
     offs_d = tl.arange(0, BLOCK_D)
     weight = load_rows(weight_ptr, offs_d, offs_d < D)
     dweight = tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -124,9 +124,7 @@ def _rms_norm_swiglu_bwd_chunks_kernel(
     D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
     WITH_X: tl.constexpr, WITH_GATE: tl.constexpr, WITH_WEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Computes the same as the kernel above, with dweight in partials[p] itself, which no other
-    program touches.
-    """
+    """Computes the same as the kernel above, with dweight in partials[p], its own memory."""
     first = tl.program_id(0) * ROWS
     partials_ptr += tl.program_id(0).to(tl.int64) * D
     for start in tl.range(first, n_rows, tl.num_programs(0) * ROWS):
@@ -168,7 +166,7 @@ def _rms_norm_swiglu_bwd_chunks_kernel(
                 dx = cast(dx, dx_ptr.dtype.element_ty)
                 tl.store(dx_ptr + row_out + offs_d[None, :], dx, mask=mask)
             if WITH_WEIGHT:
-                # What the first rows find there was never written.
+                # The first rows must not read it, because nothing was written there.
                 before = tl.load(
                     partials_ptr + offs_d, mask=(offs_d < D) & (start > first), other=0.0
                 )
@@ -193,8 +191,8 @@ def configs_held(call):
     rows = max(1, 512 // block_d)
     ahead = 3 * rows * block_d * call.problem.itemsize  # bytes of a stage
     found = []
-    # With 16 elements a thread has 128 registers, with 8 half as many, which are too few without
-    # loads ahead.
+    # With 16 elements a thread has 128 registers. With 8 it has half as many, which are too few
+    # without prefetched loads.
     threads = {16: 512, 8: 1024}
     for a_thread, num_stages in ((16, 2), (16, 1), (16, 3), (8, 2), (8, 3)):
         num_warps = _warps(rows * block_d, a_thread)
@@ -272,7 +270,7 @@ def _prepare_backward(call, config, inputs, jit, **sizes):
         partials = dweight = None
         if with_weight:
             partials = weight.new_empty((n_programs, width), dtype=torch.float32)
-        # What is not wanted is not written: any tensor stands in its place.
+        # Unwanted results are not written: any tensor may replace them.
         results = (x if out is None else out for out in (dx, dgate, partials))
         kernel(*walked.laid_out((dy, x, gate)), weight.contiguous(), *results, *scalars)
         if with_weight:

@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys together, alone or behind their RMSNorm (QK-norm).
+"""Rotates queries and keys by their positions (RoPE), alone or after RMSNorm (QK-norm).
 
 Pair i of a head's D elements is rotated by the angle of its token's position,
 
@@ -18,11 +18,12 @@ from tnp.ops._shared.declared import by_pytorch, by_triton
 from tnp.ops.rope import definition
 from tnp.ops.rope.definition import PAIRINGS as PAIRINGS
 from tnp.ops.rope.definition import reference
-from tnp.ops.rope.qk_norm import QK_NORM_ROPE
-from tnp.ops.rope.qk_norm import qk_norm_rope as qk_norm_rope
+from tnp.ops.rope.qk_norm import QK_NORM_ROPE, qk_norm_rope
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+__all__ = ["qk_norm_rope", "rope"]
 
 
 def _other_pairing(*tensors, interleaved=False):
@@ -76,27 +77,27 @@ def rope(
     pairing: str = "half",
     implementation: str = "torch",
 ) -> tuple[Tensor, Tensor]:
-    """q and k, each pair of elements rotated by its token's position.
+    """Returns q and k, with each pair of elements rotated by its token's position.
 
     Args:
-        q: [batch, heads, tokens, D], D even; any strides. Views of a fused projection are read
-            where they lie.
+        q: [batch, heads, tokens, D], with even D and any strides. Views of a fused projection are
+            read in place.
         k: [batch, kv_heads, tokens, D] in q's dtype.
-        cos, sin: [n_positions, D/2], both float32 or both in q's dtype; no gradient.
-        positions: [batch, tokens], int32 or int64, from 0 to n_positions − 1; None: 0, 1, … in
-            every sequence. Of others on a GPU the device alone knows. PyTorch's forms assert it;
-            `triton` gives such tokens NaN and, with TNP_CHECK=1 in the environment, asserts it at
-            the next synchronization.
+        cos, sin: [n_positions, D/2], both float32 or both in q's dtype. They get no gradient.
+        positions: [batch, tokens], int32 or int64, from 0 to n_positions − 1. None: 0, 1, … in
+            every sequence. A number out of range is a ValueError on the CPU. On CUDA PyTorch's
+            forms assert. `triton` makes the token NaN, or with TNP_CHECK=1 in the environment
+            asserts at the next synchronization.
         pairing: "half" for elements i and i + D/2, "interleaved" for 2i and 2i + 1.
         implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
-        Both rotated, shaped as they came and in their dtype. From ours memory is in the input's
-        order: [batch, tokens, heads, D] where a token's heads lie together.
+        Rotated q and k, with the inputs' shapes and dtype. From ours, memory has the input's order:
+        [batch, tokens, heads, D] if a token's heads lie together.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not go together, positions on the CPU that
-            the tables do not have, or no such pairing.
+        ValueError: shapes, dtypes or devices do not fit together, positions on the CPU are out of
+            range, or there is no such pairing.
         RuntimeError: the implementation cannot run here, with the reason.
     """
     import tnp.dispatch.call as dispatch

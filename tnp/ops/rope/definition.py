@@ -1,4 +1,4 @@
-"""Defines rotary embeddings, alone and with norms in front: formula, inputs, work."""
+"""Defines rotary embeddings, alone and after norms: formula, inputs, work."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ THETA = 10000.0
 
 
 def reference(q, k, cos, sin, positions=None, *, interleaved=False):
-    """Hugging Face's formula; where tables are wider than q, in their dtype and rounded once."""
+    """Computes Hugging Face's formula, in the tables' dtype if wider, and rounds once."""
     import torch
     from torch.nn.functional import embedding
 
     n_tokens = q.shape[2]
     if positions is None:
         cos, sin = cos[:n_tokens], sin[:n_tokens]
-    else:  # an index would take -1 for the last row
+    else:  # an index of -1 would read the last row
         cos, sin = (embedding(positions, table).unsqueeze(1) for table in (cos, sin))
     if interleaved:
         cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
@@ -44,7 +44,6 @@ def reference(q, k, cos, sin, positions=None, *, interleaved=False):
 
 
 def describe(q, k, cos, sin, positions=None, interleaved=False) -> dict:
-    """Returns the sizes; raises ValueError where the tensors do not go together."""
     for name, x, heads in (("q", q, "heads"), ("k", k, "kv_heads")):
         if x.dim() != 4:
             raise ValueError(f"{name} is {tuple(x.shape)}: it must be [batch, {heads}, tokens, D]")
@@ -52,11 +51,11 @@ def describe(q, k, cos, sin, positions=None, interleaved=False) -> dict:
     kv_heads = k.shape[1]
     if (k.shape[0], k.shape[2], k.shape[3]) != (batch, n_tokens, head_dim):
         raise ValueError(
-            f"q is {tuple(q.shape)} and k {tuple(k.shape)}: they may differ in their heads alone"
+            f"q is {tuple(q.shape)} and k {tuple(k.shape)}: they may differ only in their heads"
         )
     require_alike(q=q, k=k)
     if head_dim % 2:
-        raise ValueError(f"head_dim is {head_dim}: it must be even, since elements turn in pairs")
+        raise ValueError(f"head_dim is {head_dim}: it must be even, for pairs of elements")
     if cos.dim() != 2 or cos.shape != sin.shape or cos.shape[1] != head_dim // 2:
         raise ValueError(
             f"cos is {tuple(cos.shape)} and sin {tuple(sin.shape)}: both must be "
@@ -69,13 +68,13 @@ def describe(q, k, cos, sin, positions=None, interleaved=False) -> dict:
     if cos.device != q.device or sin.device != q.device:
         raise ValueError(
             f"cos is on {cos.device}, sin on {sin.device} and q on {q.device}: "
-            "they must lie together"
+            "they must be on one device"
         )
     if positions is None:
         if cos.shape[0] < n_tokens:
             raise ValueError(
                 f"cos and sin have {cos.shape[0]} positions and q {n_tokens} tokens: without "
-                "positions they must have as many"
+                "positions they must have equally many"
             )
     elif positions.shape != (batch, n_tokens) or positions.device != q.device:
         raise ValueError(
@@ -93,8 +92,9 @@ def describe(q, k, cos, sin, positions=None, interleaved=False) -> dict:
 
 
 def require_rows(positions: Tensor | None, cos: Tensor) -> None:
-    """Raises ValueError for positions that the tables do not have, where the host can know it: what
-    they hold on a GPU the device alone knows, and while PyTorch compiles nobody.
+    """Raises ValueError for positions out of the tables' range, if the host knows them.
+
+    It does not for tensors on a GPU, or while PyTorch compiles.
     """
     import torch
 
@@ -102,7 +102,7 @@ def require_rows(positions: Tensor | None, cos: Tensor) -> None:
     if not plain or torch.compiler.is_compiling() or not positions.numel():
         return
     if not isinstance(cos, torch.Tensor) or not len(cos):
-        return  # what `describe` says
+        return  # `describe` refuses these
     least, most = (int(x) for x in positions.aminmax())
     if least < 0 or most >= len(cos):
         raise ValueError(
@@ -112,16 +112,16 @@ def require_rows(positions: Tensor | None, cos: Tensor) -> None:
 
 
 def pairing_options(pairing: str) -> tuple:
-    """Returns the options of a pairing. Raises ValueError where there is none of that name."""
+    """Returns the options of a pairing. Raises ValueError for an unknown name."""
     if pairing not in PAIRINGS:
         raise ValueError(f"pairing is {pairing!r}: choose from {', '.join(PAIRINGS)}")
     return (("interleaved", True),) if pairing == "interleaved" else ()
 
 
 def draw(case, random) -> dict:
-    """Draws q and k as views of one projection of q, k and v, or "heads_first" each on its own.
+    """Draws q and k as views of one projection of q, k and v, or with "heads_first" each by itself.
 
-    Tables hold true angles, in the activations' dtype or, "wide_tables", in float32.
+    Tables hold real angles, in the activations' dtype, or with "wide_tables" in float32.
     """
     import torch
 
@@ -150,7 +150,7 @@ def draw(case, random) -> dict:
 def out_of_range(
     case: Case, inputs: Mapping[str, Tensor | None]
 ) -> Iterator[tuple[dict, dict, dict]]:
-    """A position past the tables and one ahead of them; each spoils its token."""
+    """Yields a position past the tables and a negative one. Each spoils its token."""
     import torch
 
     positions = inputs["positions"]
@@ -159,26 +159,25 @@ def out_of_range(
     wrong, where = positions.clone(), torch.zeros_like(positions, dtype=torch.bool)
     for at, number in ((0, 0), len(inputs["cos"])), ((-1, -1), -1):
         wrong[at], where[at] = number, True
-    # dq and dk are q's and k's, the others sums over tokens.
+    # dq and dk belong to tokens; the other gradients are sums over tokens.
     spoiled = dict.fromkeys(("q_rotated", "k_rotated", "dq", "dk"), where[:, None])
     yield {"positions": wrong}, {}, spoiled | dict.fromkeys(("dq_weight", "dk_weight"), where.any())
 
 
 def of_heads(problem: Problem) -> float:
-    """Bytes of q and k."""
     heads = problem["batch"] * (problem["heads"] + problem["kv_heads"])
     return heads * problem["n_tokens"] * problem["head_dim"] * problem.itemsize
 
 
 def of_tables(case: Case) -> float:
-    """Bytes of as many rows of the tables as there are positions."""
+    """Returns the bytes of one row of the tables for each position."""
     problem = case.problem
     itemsize = 4 if case["wide_tables"] else problem.itemsize
     return problem["n_tokens"] * problem["head_dim"] * itemsize
 
 
 def work(case, pass_) -> Work:
-    """Counts q, k and the tables once; both passes alike."""
+    """Counts q, k and the tables once, in both passes."""
     size = of_heads(case.problem)
     return Work({}, size + of_tables(case), size)
 
@@ -211,9 +210,7 @@ def cases(operator: Operator, target: Target) -> list[Case]:
 
 
 def within(operator: Operator, model: Mapping, run: Mapping, qk_norm: bool) -> Problem | None:
-    """Returns the problem in a language model with rotary positions, whose heads are normalized
-    first or are not.
-    """
+    """Returns the problem of a language model with rotary positions, with or without norms."""
     if not model.get("rope") or model.get("qk_norm", False) != qk_norm:
         return None
     return operator.problem(

@@ -1,10 +1,10 @@
-"""Rotary embedding behind QK-norm: RMSNorm of every head of q and of k, with a weight each.
+"""Computes rotary embedding after QK-norm: RMSNorm of every head of q and of k, with two weights.
 
     x̂ = x / √(mean_D x² + eps)        result = rotated(x̂ · weight)
 
-as Qwen3 has it. Everything is computed in float32 and rounded once. Hugging Face's module rounds
-x̂ to x's dtype, its product with the weight, and twice in the rotation: in 16 bits the two differ by
-those roundings. (Dehghani et al., Scaling Vision Transformers to 22 Billion Parameters, arXiv
+as in Qwen3. All is computed in float32 and rounded once. Hugging Face's module rounds x̂ to x's
+dtype, then its product with the weight, and twice in the rotation. In 16 bits the two differ by
+these roundings. (Dehghani et al., Scaling Vision Transformers to 22 Billion Parameters, arXiv
 2302.05442, for normalized queries and keys; `tnp.ops.rope` for the rotation.)
 """
 
@@ -26,13 +26,12 @@ EPS = 1e-6
 
 
 def reference(q, k, q_weight, k_weight, cos, sin, positions, eps, *, interleaved=False):
-    """PyTorch's RMSNorm, which rounds once, and the rotation behind it."""
+    """Computes PyTorch's RMSNorm, which rounds once, and then the rotation."""
     q, k = rms_norm.reference(q, q_weight, eps), rms_norm.reference(k, k_weight, eps)
     return definition.reference(q, k, cos, sin, positions, interleaved=interleaved)
 
 
 def describe(q, k, q_weight, k_weight, cos, sin, positions=None, interleaved=False) -> dict:
-    """Returns the sizes; raises ValueError where the tensors do not go together."""
     sizes = definition.describe(q, k, cos, sin, positions, interleaved)
     weights = {"q_weight": q_weight, "k_weight": k_weight}
     for name, x in weights.items():
@@ -44,7 +43,7 @@ def describe(q, k, q_weight, k_weight, cos, sin, positions=None, interleaved=Fal
 
 
 def draw(case, random) -> dict:
-    """Draws the same as `rope`'s, and weights around 1."""
+    """Draws the inputs of `rope`, and weights around 1."""
     import torch
 
     tensors = definition.draw(case, random)
@@ -55,9 +54,7 @@ def draw(case, random) -> dict:
 
 
 def work(case, pass_) -> Work:
-    """Counts q and k → both rotated; backward q, k and both gradients → gradients; tables and the
-    float32 weights once.
-    """
+    """Counts q and k → rotated, or with both gradients → gradients; tables and weights once."""
     size, weights = definition.of_heads(case.problem), 2 * case.problem["head_dim"] * 4
     read = definition.of_tables(case) + weights
     if pass_ == "forward":
@@ -131,15 +128,15 @@ def qk_norm_rope(
     pairing: str = "half",
     implementation: str = "torch",
 ) -> tuple[Tensor, Tensor]:
-    """`rope` of q and k, of which every head is normalized first: x / √(mean_D x² + eps) · weight.
+    """Returns `rope` of q and k, after every head is normalized: x / √(mean_D x² + eps) · weight.
 
     Args:
         q, k, cos, sin, positions, pairing, implementation: as for `tnp.ops.rope.rope`.
-        q_weight, k_weight: [D], any float dtype; `torch` casts them to q's.
+        q_weight, k_weight: [D], any float dtype. `torch` casts them to q's dtype.
         eps: a number, positive and finite.
 
     Returns:
-        Both, as from `rope`. Gradients of the weights are equal from run to run.
+        The same tensors as `rope`. Gradients of the weights are equal from run to run.
 
     Raises:
         ValueError, RuntimeError: as `rope`.

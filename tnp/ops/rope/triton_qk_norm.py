@@ -1,13 +1,13 @@
-"""QK-norm and rotary embedding in one launch, and their backward pass.
+"""Computes QK-norm and rotary embedding in one launch, and their backward pass.
 
-With x̂ = x·rstd, g the gradient of a rotated head turned back, and h = g·weight,
+With x̂ = x·rstd, the gradient g of a rotated head after rotating it back, and h = g·weight,
 
     dx = rstd·(h − x̂·mean_D(h·x̂))    dweight = Σ_heads g·x̂
 
-Computed in float32. The forward pass is `triton_rope`'s kernel. The backward pass reads q, k and
+All is in float32. The forward pass is the kernel of `triton_rope`. The backward pass reads q, k and
 both gradients once and computes rstd again. A program has some heads of either q or k, walks tiles
-of tokens, and keeps dweight in registers: it writes one partial [D], and a small launch adds these
-for both weights in a fixed order.
+of tokens, and keeps dweight in registers. It writes one partial sum [D], and a small launch adds
+these up for both weights in a fixed order.
 """
 
 from dataclasses import dataclass
@@ -43,13 +43,13 @@ from tnp.ops.rope.triton_rope import (
 
 @dataclass(frozen=True)
 class BackwardConfig(Config):
-    """Sets a tile, programs per multiprocessor, and stages of the loads ahead."""
+    """Sets a tile, programs per multiprocessor, and stages of prefetched loads."""
 
     per_multiprocessor: int
     num_stages: int
 
 
-# In each a thread has halves of 16 bytes of one head, with 2048 pairs of two. 16,384 tokens of 40
+# A thread has halves of 16 bytes of one head, or with 2048 pairs of two heads. 16,384 tokens of 40
 # heads of 128 in bfloat16 take 83, 85 and 84 µs forward and 132, 136 and 140 µs backward (H200).
 FORWARD_CONFIGS = (Config(1024, 4, 4), Config(1024, 8, 4), Config(2048, 8, 4))
 BACKWARD_CONFIGS = (
@@ -69,9 +69,7 @@ def _walk_tokens(
     HALF: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, INTERLEAVED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Takes every `walkers`-th of `rows` tiles of tokens of these heads of q or k, and returns the
-    partial sum of the weight's gradient.
-    """
+    """Returns a weight's partial gradient over every `walkers`-th tile of these heads."""
     a_weight, b_weight = load_weight(weight_ptr, HALF, BLOCK, TOKENS, HEADS, INTERLEAVED)
     a_weight, b_weight = a_weight.to(tl.float32), b_weight.to(tl.float32)
     da_weight = tl.zeros([TOKENS, HEADS, BLOCK], tl.float32)
@@ -99,7 +97,7 @@ def _walk_tokens(
         da_weight += g_a * (x_a * rstd)
         db_weight += g_b * (x_b * rstd)
         h_a, h_b = g_a * a_weight, g_b * b_weight
-        # The sum is of loaded values alone, so that it does not wait for rstd.
+        # The sum uses only loaded values, so it does not wait for rstd.
         along = tl.sum(h_a * x_a + h_b * x_b, 2)[:, :, None] * (0.5 / HALF)
         shrink = rstd * (rstd * (rstd * along))
         offs_d = head_offsets(b, at, head, stride_db, stride_dh, stride_dl)
@@ -130,7 +128,7 @@ def _qk_norm_rope_bwd_kernel(
     HALF: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, INTERLEAVED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A token's heads are `blocks` tiles, q's first, each with `walkers` programs of its own."""
+    """Writes gradients. A token's heads are `blocks` tiles, q's first, of `walkers` programs."""
     block, walker = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     partials_ptr += (block * walkers + walker).to(tl.int64) * 2 * HALF
     if block < q_blocks:
@@ -175,7 +173,7 @@ def _qk_norm_weights_kernel(
     partials_ptr, first_ptr, last_ptr, first_start, first_end, last_start, last_end,
     D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Adds the partials of one weight or, in programs of their own, of both."""
+    """Adds up the partials of one weight, or of both in separate programs."""
     if tl.program_id(1) == 0:
         _sum_span(partials_ptr, first_ptr, first_start, first_end, D, ROWS, COLUMNS)
     else:
@@ -198,7 +196,7 @@ SIDES = (("q", "q_weight"), ("k", "k_weight"))
 
 
 def _arriving(wanted, gradients):
-    """Gradients that something wanted depends on."""
+    """Returns the gradients that a wanted result depends on."""
     pairs = zip(SIDES, gradients, strict=True)
     return [x if set(names) & set(wanted) else None for names, x in pairs]
 
@@ -222,7 +220,7 @@ def prepare_backward(call, config, inputs):
     gradients, (q, k, _q_weight, _k_weight, *tables), _saved = inputs
     problem, arriving = call.problem, _arriving(call.wanted, gradients)
     there = [at for at, x in enumerate(arriving) if x is not None]
-    if not there:  # the gradient of an output of whose input none is wanted
+    if not there:  # only an unwanted input's output has a gradient
         return lambda inputs, scalars: (None,) * 4
     first, last = there[0], there[-1]
     cut = Tiles(problem, config, arriving)
@@ -257,7 +255,7 @@ def prepare_backward(call, config, inputs):
         for at in there:
             dx[at], read[at] = empty_like((q, k)[at]), readable(gradients[at])
         partials = q.new_empty((n_partials, head_dim), dtype=torch.float32)
-        # Of what is not there no program takes a tile: the other stands in its place.
+        # No program takes a tile of a missing tensor: the other tensor replaces it.
         pairs = heads, read, dx, weights
         kernel(
             *(pair[at] for pair in pairs for at in (first, last)), partials,

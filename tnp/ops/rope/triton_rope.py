@@ -1,8 +1,8 @@
-"""Rotary embedding of q and k in one launch: every element is read once and written once.
+"""Computes rotary embedding of q and k in one launch: every element is read once and written once.
 
 A program takes a tile of tokens and heads, of q or of k, with its rows of the tables. The backward
-pass is the same kernel with the sine's sign turned. Computed in float32. What it does with a tile,
-`triton_qk_norm` does too, behind the norm of each head.
+pass is the same kernel with the opposite sign of the sine. All is in float32. `triton_qk_norm` uses
+the same functions for a tile, after the norm of each head.
 """
 
 from collections.abc import Callable
@@ -22,14 +22,15 @@ from tnp.ops.rope.definition import OPTIONS
 
 @dataclass(frozen=True)
 class Config:
-    """Pairs of elements of 16 bits in a tile, or half as many of 32, and heads in it at most."""
+    """Sets the pairs of 16-bit elements in a tile (half as many of 32 bits), and its most heads."""
 
     pairs: int
     heads: int
     num_warps: int
 
 
-# With 1024 pairs and four warps a thread has halves of 16 bytes of one head, with 2048 of two.
+# With 1024 pairs and four warps a thread has halves of 16 bytes of one head, with 2048 pairs of two
+# heads.
 CONFIGS = (
     Config(1024, 8, 4),
     Config(1024, 4, 4),
@@ -42,8 +43,9 @@ CONFIGS = (
 
 @triton.jit
 def load_pairs(ptr, offs, mask, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Both elements of each pair of the heads at offs, [tokens, heads, 1]: [tokens, heads, BLOCK]
-    in the dtype of the memory. mask is [tokens, 1, 1].
+    """Loads both elements of each pair of the heads at offs, [tokens, heads, 1].
+
+    It returns [tokens, heads, BLOCK] in the dtype of the memory. mask is [tokens, 1, 1].
     """
     if INTERLEAVED:
         offs_d = tl.arange(0, 2 * BLOCK)[None, None, :]
@@ -62,7 +64,7 @@ def load_pairs(ptr, offs, mask, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLE
 def store_pairs(
     ptr, offs, a, b, mask, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """Stores what `load_pairs` loads, in the dtype of the memory."""
+    """Stores pairs in the layout of `load_pairs`, in the dtype of the memory."""
     dtype: tl.constexpr = ptr.dtype.element_ty
     if INTERLEAVED:
         offs_d = tl.arange(0, 2 * BLOCK)[None, None, :]
@@ -81,9 +83,9 @@ def load_weight(
     ptr, HALF: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Loads the weights of both elements of each pair, for every head of a tile: a thread loads
-    what its own pairs need. As [1, 1, BLOCK] they would be spread over the program, and the layout
-    of what they are multiplied with would follow theirs.
+    """Loads the weights of both elements of each pair, for every head of a tile, so that a thread
+    loads the weights of its own pairs. As [1, 1, BLOCK] they would be spread over the program, and
+    would force their layout on the other operand.
     """
     first = tl.zeros([TOKENS, HEADS, 1], tl.int32)
     present = tl.full([TOKENS, 1, 1], True, tl.int1)
@@ -92,7 +94,7 @@ def load_weight(
 
 @triton.jit
 def reciprocal_root(a, b, eps, HALF: tl.constexpr):
-    """1/√(mean_D x² + eps) of each head, [tokens, heads, 1]."""
+    """Returns 1/√(mean_D x² + eps) of each head, [tokens, heads, 1]."""
     return tl.rsqrt(tl.sum(a * a + b * b, 2) * (0.5 / HALF) + eps)[:, :, None]
 
 
@@ -102,7 +104,7 @@ def locate(
     HAS_POSITIONS: tl.constexpr,
 ):  # fmt: skip
     """Returns for tokens of all sequences: sequence, place in it, row of the tables, and whether
-    the token and the row exist. A row that does not is the nearest that does.
+    the token and the row exist. For a row that does not exist it returns the nearest one.
     """
     b, at = tokens // length, tokens % length
     in_tile = tokens < n_tokens
@@ -122,21 +124,21 @@ def load_angles(
     TOKENS: tl.constexpr, HEADS: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Cosines and sines of these rows in the tables' dtype, for every head of a tile or once for
-    all of them; of a row that is not known the cosine is NaN, and so is all that it turns.
+    """Loads cosines and sines of these rows in the tables' dtype, for every head of a tile or once
+    for all heads. For a row that does not exist the cosine is NaN, and so are the rotated elements.
     """
     pair, row = tl.arange(0, BLOCK)[None, :], row[:, None]
     mask = in_tile[:, None] & (pair < HALF)
     offs_c, offs_s = row * STRIDE_C + pair, row * STRIDE_S + pair
     if not INTERLEAVED:
-        # Of every head a thread loads what its own pairs need, 16 bytes at once; once for all heads
-        # they would be spread over the program and go to the threads through shared memory.
+        # For every head, a thread loads the angles of its own pairs, 16 bytes at once. Loaded once
+        # for all heads, they would be spread over the program and pass through shared memory.
         offs_c = tl.broadcast_to(offs_c[:, None, :], [TOKENS, HEADS, BLOCK])
         offs_s = tl.broadcast_to(offs_s[:, None, :], [TOKENS, HEADS, BLOCK])
         mask = mask[:, None, :]
     cos = tl.load(cos_ptr + offs_c, mask=mask, other=0.0)
     sin = tl.load(sin_ptr + offs_s, mask=mask, other=0.0)
-    if INTERLEAVED:  # these pairs lie otherwise than a load does: less is moved of one head
+    if INTERLEAVED:  # these pairs need another layout than loads: for one head less is moved
         cos, sin = cos[:, None, :], sin[:, None, :]
     if HAS_POSITIONS:
         cos = tl.where(known[:, None, None], cos.to(tl.float32), float("nan"))
@@ -145,7 +147,7 @@ def load_angles(
 
 @triton.jit
 def head_offsets(b, at, head, stride_b, stride_h, stride_l):
-    """64-bit offsets of heads of tokens, [tokens, heads, 1]."""
+    """Returns 64-bit offsets of heads of tokens, [tokens, heads, 1]."""
     tokens = b.to(tl.int64) * stride_b + at.to(tl.int64) * stride_l
     return tokens[:, None, None] + (head.to(tl.int64) * stride_h)[None, :, None]
 
@@ -158,7 +160,7 @@ def _turn_tile(
     HAS_POSITIONS: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
     NORM: tl.constexpr,
 ):  # fmt: skip
-    """Elements are on their way before the tables are waited for."""
+    """Rotates a tile. Loads of elements are issued before the tables are waited for."""
     mask = in_tile[:, None, None]
     a, b = load_pairs(x_ptr, offs_x, mask, HALF, BLOCK, INTERLEAVED)
     cos, sin = load_angles(
@@ -195,7 +197,7 @@ def _rope_kernel(
     HAS_POSITIONS: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
     NORM: tl.constexpr,
 ):  # fmt: skip
-    """`n_tokens` of all sequences of `length`; a token's heads are BLOCKS tiles, q's first."""
+    """Rotates `n_tokens` tokens of sequences of `length`; heads are BLOCKS tiles, q's first."""
     tokens = tl.program_id(0) // BLOCKS * TOKENS + tl.arange(0, TOKENS)
     block = tl.program_id(0) % BLOCKS
     b, at, row, in_tile, known = locate(
@@ -236,7 +238,7 @@ def readable(x: torch.Tensor) -> torch.Tensor:
 
 
 def empty_like(x: torch.Tensor) -> torch.Tensor:
-    """In the order of x's memory: a token's heads together, or a head's tokens."""
+    """Allocates a tensor in x's memory order: a token's heads together, or a head's tokens."""
     batch, heads, n_tokens, head_dim = x.shape
     if x.stride(1) < x.stride(2):
         return x.new_empty((batch, n_tokens, heads, head_dim)).transpose(1, 2)
@@ -244,7 +246,7 @@ def empty_like(x: torch.Tensor) -> torch.Tensor:
 
 
 def steps(*tensors: torch.Tensor) -> list[int]:
-    """Strides of batch, heads and tokens of each, one after the other."""
+    """Returns the strides of batch, heads and tokens of each tensor in turn."""
     return [step for x in tensors for step in x.stride()[:3]]
 
 
@@ -256,7 +258,7 @@ class Tiles:
         half, self.n_tokens = problem["head_dim"] // 2, problem["batch"] * problem["n_tokens"]
         block = triton.next_power_of_2(half)
         pairs = config.pairs * 2 // problem.itemsize
-        # Whole tiles of heads, of q as of k.
+        # Tiles hold whole numbers of heads, for q and for k.
         heads = gcd(gcd(*n_heads), min(config.heads, max(1, pairs // block)))
         tokens = max(1, pairs // (block * heads))
         tokens = min(tokens, triton.next_power_of_2(self.n_tokens))
@@ -266,8 +268,8 @@ class Tiles:
 
 
 def of_tables(cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None) -> dict:
-    """Constants of a kernel that reads these."""
-    # Triton knows of integers at most that 16 divides them: 40, half of 80, is a constant.
+    """Returns the constants of a kernel that reads these tables."""
+    # Triton knows only whether 16 divides an integer, so 40, half of 80, is a constant.
     distances = {"STRIDE_C": readable(cos).stride(0), "STRIDE_S": readable(sin).stride(0)}
     return distances | {"HAS_POSITIONS": positions is not None}
 
@@ -275,8 +277,10 @@ def of_tables(cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | No
 def prepared(
     call: Call, config: Config, tensors: tuple, tables: tuple, back: bool = False
 ) -> Callable:
-    """Returns the launch on q and k, either of which may be None, given weights too where they are
-    to be normalized: (tensors, weights or None, cos, sin, positions, eps).
+    """Returns the launch on q and k, either of which may be None.
+
+    Call it with (tensors, weights or None, cos, sin, positions, eps). With weights it normalizes
+    first.
     """
     norm = call.problem.op != "rope"
     present = [x for x in tensors if x is not None]
@@ -297,7 +301,7 @@ def prepared(
         present = [x for x in tensors if x is not None]
         results, read = [empty_like(x) for x in present], [readable(x) for x in present]
         cos, sin = readable(cos), readable(sin)
-        # Of what is not there no program takes a tile: another stands in its place.
+        # No program takes a tile of a missing tensor: another tensor replaces it.
         q_weight, k_weight = weights or (cos, cos)
         kernel(
             read[0], read[-1], results[0], results[-1], q_weight, k_weight,
@@ -310,7 +314,7 @@ def prepared(
 
 
 def checked(launch: Callable, call: Call) -> Callable:
-    """The launch; with TNP_CHECK=1 the device first asserts that the tables have all positions."""
+    """Returns the launch; with TNP_CHECK=1 the device first asserts that positions are valid."""
     if not call.problem["positions"]:
         return launch
     return asserting(
@@ -334,7 +338,7 @@ def prepare(call, config, inputs):
 
 
 def _wanted(wanted, gradients):
-    """Gradients to turn back; None where nobody asks for it, or nobody used the output."""
+    """Returns the gradients to rotate back, None if unwanted or if the output was not used."""
     pairs = zip(("q", "k"), gradients, strict=True)
     return tuple(x if name in wanted else None for name, x in pairs)
 
@@ -347,7 +351,7 @@ def empty_backward(wanted, inputs):
 def prepare_backward(call, config, inputs):
     gradients, tables, _saved = inputs
     gradients = _wanted(call.wanted, gradients)
-    if all(x is None for x in gradients):  # the gradient of an output whose input needs none
+    if all(x is None for x in gradients):  # only an unwanted input's output has a gradient
         return lambda inputs, scalars: (None, None)
     run = prepared(call, config, gradients, tables, back=True)
 

@@ -1,4 +1,4 @@
-"""Softmax over the last dimension.
+"""Computes softmax over the last dimension.
 
 y = e^(x − max x) / Σ e^(x − max x)
 
@@ -17,16 +17,17 @@ from tnp.util.checks import require_floats
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["softmax"]
+
 
 def reference(x):
-    """Computes the formula in PyTorch, in whatever dtype it is given."""
     from torch.nn.functional import softmax
 
     return softmax(x, -1)
 
 
 def describe(x) -> dict:
-    """Returns the sizes; raises ValueError where there is no last dimension."""
+    """Returns the sizes. Raises ValueError if there is no last dimension."""
     if x.dim() == 0:
         raise ValueError("x has no dimensions: it must be [..., width]")
     require_floats(x=x)
@@ -34,7 +35,7 @@ def describe(x) -> dict:
 
 
 def draw(case, random) -> dict:
-    """Draws normal numbers; every `masked`-th column, where the case names a number, is −∞."""
+    """Draws normal numbers. If the case names a number `masked`, every `masked`-th column is −∞."""
     x = draw_rows(case, random)
     if case["masked"]:
         x[..., :: case["masked"]] = -float("inf")
@@ -42,21 +43,21 @@ def draw(case, random) -> dict:
 
 
 def work(case, pass_) -> Work:
-    """Counts x → y; y and dy → dx."""
     size = case.problem["rows"] * case.problem["width"] * case.problem.itemsize
     return Work({}, size if pass_ == "forward" else 2 * size, size)
 
 
 def condition(case, inputs) -> float:
-    """Estimates the error of y when x − max x, its exponential and the quotient are rounded to
+    """Estimates the error of y from rounding x − max x, its exponential and the quotient to
     float32.
 
-    Of one row one element is nearly all of y: PyTorch may have luck with its three roundings.
+    In a single row one element may be nearly all of y, and PyTorch's three roundings may be 0 by
+    chance.
     """
     x = inputs["x"].double()
     y = reference(x)
     below = (x.amax(-1, True) - x).where(y > 0, 0)
-    # A rounding is 2⁻²⁴ at most, and 1/√3 of that in the mean square.
+    # A rounding is at most 2⁻²⁴, and its root mean square is 1/√3 of that.
     return float((y * (2 + below)).norm() / y.norm()) * 2**-24 / 3**0.5
 
 
@@ -66,8 +67,8 @@ def _without_first_half(x):
     return (x - x.amax(-1, True)).exp() / (x[..., n:] - x.amax(-1, True)).exp().sum(-1, True)
 
 
-# Rows and width, and how they are drawn. One column, both sides of what a program or a block holds;
-# large numbers, whose exponentials are no numbers, and columns that are masked.
+# Rows and width, and how they are drawn: one column, both sides of the size of a program or a
+# block, large numbers whose exponentials overflow, and masked columns.
 _GPU = {
     "bfloat16": (
         *((rows, 1024, {}) for rows in (1, 3, 33)),
@@ -130,11 +131,11 @@ OPERATOR = Operator(
 
 
 def softmax(x: Tensor, *, implementation: str = "torch") -> Tensor:
-    """Softmax over the last dimension, stable at any magnitude.
+    """Returns softmax over the last dimension, stable at any magnitude.
 
     Args:
-        x: [..., width], any strides; what is contiguous but for its rows, as h[:, n:], is not
-            copied. bfloat16, float16 or float32 for `triton`. −∞ gets no weight; a row of −∞ alone
+        x: [..., width], any strides. A tensor with contiguous rows, such as h[:, n:], is not
+            copied. `triton` takes bfloat16, float16 or float32. −∞ gets no weight. A row of only −∞
             gives NaN, as in PyTorch.
         implementation: a name of `tnp.dispatch.registry`, or "auto".
 

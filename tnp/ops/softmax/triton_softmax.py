@@ -1,11 +1,10 @@
-"""Softmax over the last dimension in Triton, in float32 inside.
+"""Computes softmax over the last dimension in Triton, in float32.
 
     y = e^(x − m) / Σ e^(x − m),  m = max x        dx = y·(dy − Σ dy·y)
 
-A program holds whole rows, each read once and written once. Rows too wide for that it reads twice
-in blocks; forward the maximum and the sum are then carried along, the sum rescaled where the
-maximum grows. (Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv
-1805.02867.)
+A program holds whole rows, each read once and written once. It reads wider rows twice, in blocks.
+The forward pass then keeps a running maximum and sum, and rescales the sum when the maximum grows.
+(Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv 1805.02867.)
 """
 
 from dataclasses import dataclass
@@ -19,13 +18,13 @@ from tnp.ops._shared.norms import forward_configs
 from tnp.ops._shared.primitives import KernelConfig, cast
 from tnp.ops._shared.rows import load_rows, row_layout, row_offsets
 
-# Padded widths whose rows lie in registers.
+# The largest padded widths of rows that lie in registers.
 MAX_HELD = 16384
 
 
 @dataclass(frozen=True)
 class BlockConfig(KernelConfig):
-    """Sets the columns at a time of a row that is read in blocks."""
+    """Sets the columns of a block of a wide row."""
 
     block: int
     num_warps: int
@@ -44,7 +43,7 @@ def _softmax_fwd_kernel(
     mask = (rows < n_rows)[:, None] & (offs_n < n)[None, :]
     offs_x = row_offsets(rows, n_inner, stride_xb, stride_xl)[:, None] + offs_n[None, :]
     x = tl.load(x_ptr + offs_x, mask=mask, other=-float("inf")).to(tl.float32)
-    # Of rows that are not there neither −∞ − −∞ nor 1 / 0.
+    # Rows that do not exist must compute neither −∞ − −∞ nor 1 / 0.
     top = tl.where(rows < n_rows, tl.max(x, 1), 0.0)
     e = tl.exp(x - top[:, None])
     y = e * (1.0 / tl.where(rows < n_rows, tl.sum(e, 1), 1.0))[:, None]
@@ -74,14 +73,14 @@ def _softmax_online_fwd_kernel(x_ptr, y_ptr, stride_xb, stride_xl, n, n_inner, B
     row = tl.program_id(0)
     x_ptr += row_offsets(row, n_inner, stride_xb, stride_xl)
     y_ptr += row.to(tl.int64) * n
-    # Each lane of the block has a maximum and a sum of its own: one reduction at the end.
+    # Each lane of the block has its own maximum and sum, so there is one reduction at the end.
     largest = tl.full([BLOCK], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, n, BLOCK):
         offs = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + offs, mask=offs < n, other=-float("inf")).to(tl.float32)
         larger = tl.maximum(largest, x)
-        # A lane that has seen −∞ alone has nothing to rescale: −∞ − 0, not −∞ + ∞.
+        # A lane that has seen only −∞ has nothing to rescale: −∞ − 0, not −∞ + ∞.
         base = tl.where(larger == -float("inf"), 0.0, larger)
         total = total * tl.exp(largest - base) + tl.exp(x - base)
         largest = larger
@@ -131,7 +130,7 @@ def empty(wanted, inputs):
 
 
 def _tile(call, config):
-    """Grid and sizes of the kernels that hold rows."""
+    """Returns the grid and sizes of the kernels that hold rows."""
     sizes = config.sizes(call.problem["width"], call.problem.itemsize)
     rows = sizes["ROWS"]
     grid = (triton.cdiv(call.problem["rows"], rows),)

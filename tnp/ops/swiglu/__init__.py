@@ -1,4 +1,4 @@
-"""SwiGLU: a gated feed-forward layer's elementwise part.
+"""Computes SwiGLU, a gated feed-forward layer's elementwise part.
 
     y = silu(gate) ∘ up        silu(z) = z / (1 + e^−z)
 
@@ -17,16 +17,16 @@ from tnp.util.checks import require_equal
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["swiglu"]
+
 
 def reference(gate, up):
-    """Computes the formula in PyTorch, in whatever dtype it is given."""
     from torch.nn.functional import silu
 
     return silu(gate) * up
 
 
 def describe(gate, up) -> dict:
-    """Returns the sizes; raises ValueError where the tensors do not go together."""
     require_equal(up=up, gate=gate)
     if gate.dim() == 0:
         raise ValueError("gate has no dimensions: it must be [..., width]")
@@ -34,8 +34,9 @@ def describe(gate, up) -> dict:
 
 
 def draw(case, random) -> dict:
-    """Draws normal numbers, the gate's times `magnitude`; "halves": both in one [rows, 2·width]
-    tensor, as a projection leaves them; "tokens": rows from the third on of a batch of two.
+    """Draws normal numbers, with gate times `magnitude`. "halves": both lie in one [rows, 2·width]
+    tensor, like a projection's result. "tokens": rows are the third and later tokens of a batch of
+    two.
     """
     rows, width = case.problem["rows"], case.problem["width"]
     if case["tokens"]:
@@ -50,7 +51,6 @@ def draw(case, random) -> dict:
 
 
 def work(case, pass_) -> Work:
-    """Counts every operand once."""
     size = case.problem["rows"] * case.problem["width"] * case.problem.itemsize
     return Work({}, 2 * size, size) if pass_ == "forward" else Work({}, 3 * size, 2 * size)
 
@@ -75,10 +75,10 @@ def within(model, run) -> Problem | None:
 
 
 def condition(case, inputs) -> float:
-    """Estimates the error of a sigmoid in float32: an exponential, right to two units, and four
+    """Estimates the error of a sigmoid in float32: an exponential, accurate to two units, and four
     roundings.
 
-    In a result of one element PyTorch's own error may be none, by chance.
+    In a result of one element PyTorch's own error may be 0 by chance.
     """
     return 1.6e-7
 
@@ -105,18 +105,18 @@ OPERATOR = Operator(
 
 
 def swiglu(gate: Tensor, up: Tensor, *, implementation: str = "torch") -> Tensor:
-    """silu(gate) ∘ up.
+    """Returns silu(gate) ∘ up.
 
     Args:
-        gate, up: [..., width], equal in shape, dtype and device, any strides. Read where they lie
-            where rows are contiguous, as the halves of one [..., 2·width] projection are.
+        gate, up: [..., width], equal in shape, dtype and device, any strides. They are read in
+            place if rows are contiguous, such as the halves of one [..., 2·width] projection.
         implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
-        [..., width] in their dtype; it and the gradients are contiguous from ours.
+        [..., width] in their dtype. From ours, it and the gradients are contiguous.
 
     Raises:
-        ValueError: shapes, dtypes or devices that differ.
+        ValueError: shapes, dtypes or devices differ.
         RuntimeError: the implementation cannot run here, with the reason.
     """
     import tnp.dispatch.call as dispatch

@@ -1,4 +1,4 @@
-"""silu(gate) ∘ up in one pass over memory, and both gradients in another, in float32 inside.
+"""Computes silu(gate) ∘ up in one pass over memory, and both gradients in another, in float32.
 
 With s = 1 / (1 + e^−gate):
 
@@ -21,7 +21,7 @@ from tnp.ops._shared.walks import walk
 
 @dataclass(frozen=True)
 class Config(KernelConfig):
-    """Elements of a tile."""
+    """Sets the elements of a tile."""
 
     block: int
     num_warps: int
@@ -33,7 +33,7 @@ CONFIGS = (Config(1024, 4), Config(512, 2), Config(2048, 4), Config(2048, 8), Co
 
 @triton.jit
 def _tile(n_rows, width, n_tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows, 64-bit columns and the mask of this program's tile; `n_tiles` are side by side."""
+    """Returns rows, 64-bit columns and mask of this program's tile, one of `n_tiles` a row."""
     rows = tl.program_id(0) // n_tiles * ROWS + tl.arange(0, ROWS)
     columns = (tl.program_id(0) % n_tiles).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     return rows, columns[None, :], (rows < n_rows)[:, None] & (columns < width)[None, :]

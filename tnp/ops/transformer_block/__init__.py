@@ -1,4 +1,4 @@
-"""A pre-norm transformer block of a neural process, as one operator.
+"""Runs a pre-norm transformer block of a neural process as one operator.
 
     h₁ = h + update                x₁ = rms_norm(h₁)
     q, k, v = project_qkv(x₁)      u = attention(q, k, v) w_outputᵀ
@@ -6,8 +6,8 @@
     y = mlp(x₂)
 
 It returns h₂ and y, which the next block adds. Rows from `first` on are queries, the first n_k rows
-are keys. `torch` is made of PyTorch's forms of these operators. `fused` runs our kernels of them
-behind one autograd function (`composed`): the host makes one call in place of six.
+are keys. `torch` consists of PyTorch's forms of these operators. `fused` runs our kernels behind
+one autograd function (`composed`), so that the host makes one call in place of six.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from tnp.ops import rms_norm as norms
 from tnp.ops._shared.declared import by_pytorch, numbers_out_of_range
 from tnp.ops.attention import OPERATOR as ATTENTION
 from tnp.ops.mlp import OPERATOR as MLP
-from tnp.ops.projection import OPERATOR_LINEAR, OPERATOR_QKV
+from tnp.ops.projection import LINEAR, PROJECT_QKV
 from tnp.ops.rms_norm import ADD_RMS_NORM, RMS_NORM
 from tnp.util.checks import positive_number, require_between, require_equal, require_lengths
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+__all__ = ["transformer_block"]
 
 WEIGHTS = ("norm_attention", "qkv", "output", "norm_mlp", "up", "down")
 
@@ -41,9 +43,9 @@ def reference(
     total = h if update is None else h + update
     x = norms.reference(total, norm_attention, eps)
     of_means = n_keys if centred else None
-    q, k, v = OPERATOR_QKV.reference(x, qkv, of_means, n_heads, n_q=n_q, n_k=n_k, centred=centred)
+    q, k, v = PROJECT_QKV.reference(x, qkv, of_means, n_heads, n_q=n_q, n_k=n_k, centred=centred)
     o = ATTENTION.reference(q, k, v, n_keys, None, None, q.shape[-1] ** -0.5)
-    u = OPERATOR_LINEAR.reference(o.transpose(1, 2).flatten(-2), output)
+    u = LINEAR.reference(o.transpose(1, 2).flatten(-2), output)
     total, x = norms.add_reference(total[:, -q.shape[2] :], u, norm_mlp, eps)
     return total, MLP.reference(x, up, down)
 
@@ -52,18 +54,17 @@ def describe(
     h, update, norm_attention, qkv, output, norm_mlp, up, down, n_keys,
     n_heads, n_q=None, n_k=None, centred=False, **layers,
 ) -> dict:  # fmt: skip
-    """Returns the sizes; raises ValueError where the tensors do not go together."""
     if h.dim() != 3:
         raise ValueError(f"h is {tuple(h.shape)}: it must be [B, L, d_model]")
     if update is not None:
         require_equal(h=h, update=update)
     for name, weight in (("norm_attention", norm_attention), ("norm_mlp", norm_mlp)):
         norms.describe(h, weight, name)
-    sizes = OPERATOR_QKV.describe(h, qkv, None, n_heads, n_q=n_q, n_k=n_k, centred=centred)
+    sizes = PROJECT_QKV.describe(h, qkv, None, n_heads, n_q=n_q, n_k=n_k, centred=centred)
     d_model = sizes["d_model"]
     if output.shape != (d_model, d_model):
         raise ValueError(f"output is {tuple(output.shape)}: it must be {(d_model, d_model)}")
-    OPERATOR_LINEAR.describe(h, output)
+    LINEAR.describe(h, output)
     if n_keys is not None:
         require_lengths(h, n_keys=n_keys)
     return sizes | {"d_ff": MLP.describe(h, up, down)["d_ff"]}
@@ -97,14 +98,14 @@ def layers(problem: Problem) -> Iterator[tuple[Operator, str, Problem]]:
     first = ADD_RMS_NORM if problem["update"] else RMS_NORM
     yield layer(first, "rms_norm", rows=batch * rows, width=d_model)
     yield layer(
-        OPERATOR_QKV, "projection", batch=batch, rows=rows, d_model=d_model, n_heads=n_heads,
+        PROJECT_QKV, "projection", batch=batch, rows=rows, d_model=d_model, n_heads=n_heads,
         n_q=n_q, n_k=n_k, base2=True, centred=centred, n_keys=n_keys and centred,
     )  # fmt: skip
     yield layer(
         ATTENTION, "attention", batch=batch, n_heads=n_heads, n_q=n_q, n_k=n_k,
         head_dim=d_model // n_heads, base2=True, n_keys=n_keys,
     )  # fmt: skip
-    yield layer(OPERATOR_LINEAR, "projection", rows=batch * n_q, n_in=d_model, n_out=d_model)
+    yield layer(LINEAR, "projection", rows=batch * n_q, n_in=d_model, n_out=d_model)
     yield layer(ADD_RMS_NORM, "rms_norm", rows=batch * n_q, width=d_model)
     yield layer(MLP, "mlp", rows=batch * n_q, d_model=d_model, d_ff=d_ff)
 
@@ -143,7 +144,7 @@ def supported(call: Call) -> Reason:
 
 
 def cases(target) -> list[Case]:
-    """Returns first and later blocks, n_keys, a last block's targets alone, centred keys."""
+    """Covers first and later blocks, n_keys, a last block with only targets, centred keys."""
 
     def case(dtype: str, *sizes: int, **options) -> Case:
         return OPERATOR.case(dtype, *sizes, **options)
@@ -277,36 +278,36 @@ def transformer_block(
     """Runs one block, and returns the residual stream and the update that the next block adds.
 
     Args:
-        h: [B, L, d_model], of the dtypes that `linear` takes.
+        h: [B, L, d_model], in a dtype that `linear` takes.
         update: a tensor like h that the block adds to h first, or None.
         weights: in the order of `WEIGHTS`: norms [d_model], qkv [3·d_model, d_model], output
             [d_model, d_model], up [d_ff, d_model], down [d_model, d_ff]; any float dtype.
         n_heads: heads of attention.
-        n_k: how many of the first rows are keys and values, from 1 to L; L where None.
+        n_k: how many of the first rows are keys and values, from 1 to L. None: L.
         first: the first row that is a query; rows before it are not returned.
         n_keys: int32 [B], the number of keys of each sample, from 1 to n_k; None: n_k. A number out
             of range is a ValueError on a CPU. On a GPU it makes its sample NaN, and with
             TNP_CHECK=1 it ends in an assertion.
         centred: whether keys are centred (see `project_qkv`).
-        eps: a number, positive and finite, of both norms.
+        eps: a number, positive and finite, for both norms.
         layers: pairs of a name of `LAYERS` and the implementation of that layer, for `fused`. A
             layer that is left out takes the best of ours.
         implementation: a name of `tnp.dispatch.registry`, or "auto".
-        or_none: whether to return None if the implementation cannot run here, as `fused` cannot
-            where tables choose a layer that is not ours.
+        or_none: whether to return None if the implementation cannot run here. For example, `fused`
+            cannot if tables choose a layer that is not ours.
 
     Returns:
         h₂ and y of the equations above, both [B, L − first, d_model] in h's dtype.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not go together.
+        ValueError: shapes, dtypes or devices do not fit together.
         RuntimeError: the implementation cannot run here, with the reason, unless `or_none`.
     """
     import tnp.dispatch.call as dispatch
 
     if type(eps) is not float or not 0.0 < eps < inf:
         eps = positive_number("eps", eps)
-    # `index` has torch.compile take a symbolic number for a constant of the graph.
+    # `index` makes torch.compile take a symbolic number as a constant of the graph.
     options: tuple = (("n_heads", index(n_heads)),)
     if first:
         options += (("n_q", index(h.shape[1] - first) if h.dim() == 3 else 1),)

@@ -1,4 +1,4 @@
-"""A transformer block as a list of launches: the kernels of its layers, one behind another.
+"""Runs a transformer block as a list of launches: the kernels of its layers, one after another.
 
 `Layers` chooses implementations and kernels once a plan. Each layer prepares its launch at its
 first run, from the tensors that are there. Later calls only launch: no key, no autograd function
@@ -23,7 +23,7 @@ OPTIONS = ("update", "n_keys", "centred", *LAYERS)
 
 
 class Layer:
-    """One operator inside a block. Its launches are prepared at its first run.
+    """Runs one operator inside a block. Its launches are prepared at its first run.
 
     Args:
         operator, name, problem: as `layers` yields them.
@@ -75,7 +75,6 @@ class Layer:
         return choose_kernel(self.found.backward, self.operator, what, self.kernel.saves)
 
     def empty(self, inputs: tuple, scalars: tuple = ()) -> tuple[tuple, tuple]:
-        """Returns what `forward` does, uninitialized."""
         named = self.operator.of_results(dict(self.operator.call_options(self.call.problem)))
         return self.kernel.empty(self.wanted, inputs, **named)
 
@@ -199,7 +198,6 @@ def empty(wanted: tuple[str, ...], inputs: tuple, **options) -> tuple[tuple, tup
 
 
 def prepare(call: Call, config: None, inputs: tuple) -> Callable:
-    """Returns the launch of a forward pass."""
     return _launch(Layers(call), "forward")
 
 
@@ -213,7 +211,6 @@ def empty_backward(wanted: tuple[str, ...], inputs: tuple) -> tuple:
 
 
 def prepare_backward(call: Call, config: None, inputs: tuple) -> Callable:
-    """Returns the launch of a backward pass."""
     of = Layers(call)
     norm_1, project, attend, output, norm_2, mlp = of.each("backward")
     has_update, first, n_q = of.has_update, of.first, of.n_q
@@ -228,7 +225,7 @@ def prepare_backward(call: Call, config: None, inputs: tuple) -> Callable:
         h, norm_attention, qkv, w_output, norm_mlp, up, down, n_keys, sum_ = kept
         total = saved[0] if has_update else None
         x_1, q, k, v, o, x_2, lse, *of_mlp = keys.split(saved[1:] if has_update else saved)
-        if isinstance(saved, list):  # each layer's are freed behind it
+        if isinstance(saved, list):  # tensors of a layer are freed after it
             saved.clear()
         dnorm_1 = dqkv = doutput = dnorm_2 = dh = dupdate = dqueries = None
         if dy is None:

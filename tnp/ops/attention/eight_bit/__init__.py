@@ -1,4 +1,4 @@
-"""Attention in 8 bits (e4m3): the calls that it takes, and its rounding in PyTorch for the gate.
+"""Defines attention in 8 bits (e4m3): its calls, and its rounding in PyTorch for the gate.
 
 `quantize` says how q, k and v are held. The same is computed here once more in PyTorch. `held`
 returns the rounded operands in float64. `rounded` returns the output in float64 with p rounded to
@@ -49,7 +49,9 @@ def work(case: Case, pass_: str) -> Work:
 
 
 class Head(NamedTuple):
-    """One head of one sample as 8 bits hold it, in float64 [L, D], with keys and values centred."""
+    """Holds one head of a sample, rounded to 8 bits, in float64 [L, D], with centred keys and
+    values.
+    """
 
     q: Tensor
     k: Tensor
@@ -58,10 +60,7 @@ class Head(NamedTuple):
 
 
 def centred(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns x [n, D] minus the mean of some rows, rounded in blocks of 128 rows, and that mean.
-
-    The mean is float32 [D].
-    """
+    """Returns x [n, D] minus the mean of some rows, rounded in blocks, and that float32 mean."""
     import torch
     from torch.nn.functional import pad
 

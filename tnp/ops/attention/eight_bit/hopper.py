@@ -1,4 +1,4 @@
-"""Attention forward in 8 bits for Hopper: both products of e4m3 operands, online softmax.
+"""Computes attention forward in 8 bits for Hopper: both products of e4m3 operands, online softmax.
 
 It shares the producer and the split of the work with `hopper.forward`: consumer warpgroups own 64
 query rows each, and a producer warp streams blocks of 128 keys and values. `quantize` describes its
@@ -52,7 +52,7 @@ HEAD_DIM = gl.constexpr(64)
 
 @structure
 class Pipeline8:
-    """Shared memory, barriers and sizes of all warps of a program; `Pipeline` splits the work."""
+    """Holds shared memory, barriers and sizes of a program's warps; `Pipeline` splits the work."""
 
     q: gl.shared_memory_descriptor  # 2 × consumers, [64, D]: this tile's and the next one's
     k: gl.shared_memory_descriptor  # stages, [128, D]; a stage has the values of LAG blocks before

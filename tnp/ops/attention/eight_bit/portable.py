@@ -1,4 +1,4 @@
-"""Attention forward in 8 bits, in portable Triton. It computes the same numbers as `hopper`.
+"""Computes attention forward in 8 bits in portable Triton, with the same numbers as `hopper`.
 
 It has the same scales and blocks of 128 keys, takes the last block first, and adds up alike.
 """

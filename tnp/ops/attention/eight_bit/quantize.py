@@ -139,7 +139,7 @@ def _quantize_kernel(
 
 @dataclass(frozen=True)
 class Quantized:
-    """The operands of attention in 8 bits.
+    """Holds the operands of attention in 8 bits.
 
     q: [B, H, n_q, D] e4m3, in units of q_scale, [B, H, n_q] float32.
     k: [B, H, n_k, D] e4m3, minus a vector, in units of scales[…, 0].

@@ -1,1 +1,1 @@
-"""Attention for Hopper: TMA, warp specialization, `wgmma`."""
+"""Holds attention for Hopper: TMA, warp specialization, `wgmma`."""

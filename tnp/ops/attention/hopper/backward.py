@@ -1,4 +1,4 @@
-"""Attention backward for Hopper: the launches around the kernel of `dkdv`.
+"""Prepares attention backward for Hopper: the launches around the kernel of `dkdv`.
 
 `fused` adds dq up in float32 in device memory, in any order. `separate` adds it up in one order, so
 that dq is equal from run to run. Both first compute delta = Σ_d do·o and lse in padded rows
@@ -148,10 +148,7 @@ def plain(problem: Problem) -> bool:
 
 
 def split(call: Call, config: DkdvConfig) -> tuple[int, int] | None:
-    """Returns how many items stay whole, and into how many pieces each other item is split.
-
-    Returns None if all items stay whole.
-    """
+    """Returns how many items stay whole, and in how many pieces the others are split, or None."""
     if config.persistent or call.problem["n_keys"] or not plain(call.problem):
         return None
     programs = call.target.multiprocessors

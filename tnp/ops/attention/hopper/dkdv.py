@@ -1,4 +1,4 @@
-"""dQ, dK and dV of attention for Hopper, in one launch.
+"""Computes dQ, dK and dV of attention for Hopper, in one launch.
 
 An item is 128 keys of a head. A program works on one item. A persistent program works on one after
 another: the next keys arrive in a second slot while it works. A slot is free when both consumers
@@ -472,9 +472,7 @@ def _count(pipe, walked, i):
 
 @gluon.jit
 def _turn(pipe, walked, i):
-    """Returns the first row in dq of the i-th tile that an item walks, and how many blocks of keys
-    add to the tile before the item does.
-    """
+    """Returns the i-th tile's first row in dq, and how many blocks of keys add to it before."""
     key, n_rows, keys, first_stage, n_stages, padded = walked
     at, member = pipe.stage_at(i, first_stage, n_stages)
     row = padded + member * pipe.head_rows + at * ROWS

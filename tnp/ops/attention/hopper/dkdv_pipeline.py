@@ -1,4 +1,6 @@
-"""The state that all partitions of the kernel in `dkdv` share: memory, barriers, items of work."""
+"""Defines the state that partitions of the kernel in `dkdv` share: memory, barriers, items
+of work.
+"""
 
 import triton
 from triton.experimental import gluon
@@ -39,7 +41,7 @@ def heads_in_turn(call: Call, of_head: int, n_heads: int) -> int:
 
 @structure
 class Pipeline:
-    """Shared memory and barriers between the partitions, and the sizes of the problem."""
+    """Holds shared memory and barriers between the partitions, and the sizes of the problem."""
 
     q: gl.shared_memory_descriptor
     do: gl.shared_memory_descriptor

@@ -1,4 +1,4 @@
-"""Attention forward for Hopper: TMA, warp specialization, a reference that is checked afterwards.
+"""Computes attention forward for Hopper, with a softmax reference that is checked afterwards.
 
 A program keeps one multiprocessor. Consumer warpgroups own 64 query rows each, and a producer warp
 streams blocks of keys and values through shared memory. For a tile of queries, with
@@ -59,14 +59,7 @@ from tnp.ops.attention.hopper.primitives import (
     without_reference,
     written,
 )
-from tnp.ops.attention.keys import (
-    Reach,
-    Tiles,
-    all_seen,
-    key_range,
-    lengths_given,
-    seen,
-)
+from tnp.ops.attention.keys import Reach, Tiles, all_seen, key_range, lengths_given, seen
 from tnp.ops.attention.keys import n_tiles as tiles_needed
 from tnp.ops.attention.primitives import (
     LOG2_E,

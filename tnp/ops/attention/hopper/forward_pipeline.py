@@ -1,4 +1,4 @@
-"""The state that all partitions of Hopper's forward kernels share, and their producer.
+"""Defines the state that all partitions of Hopper's forward kernels share, and their producer.
 
 Without a mask all tiles of queries see as many keys. A program takes its share of them whole, and
 the tiles left over are split along the keys where that pays.
@@ -22,7 +22,7 @@ LAG = gl.constexpr(1)  # a stage holds the keys of one block and the values of t
 
 @structure
 class Pipeline:
-    """Shared memory and barriers between the producer and the consumers, and the problem's sizes.
+    """Holds shared memory and barriers between producer and consumers, and the problem's sizes.
 
     Each program takes up to `n_whole` query tiles. Then it takes `share`, perhaps 0, of the key
     blocks of the tiles left over.

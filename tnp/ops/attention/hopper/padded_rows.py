@@ -1,4 +1,4 @@
-"""Rows of lse, delta and dq padded to whole tiles, which Hopper's backward kernel works on.
+"""Pads rows of lse, delta and dq to whole tiles, on which Hopper's backward kernel works.
 
 A row past the last query has an lse of +inf, and do is read as 0 there. So no loop over queries
 needs a mask. Each packed sequence begins with a tile of its own.
@@ -22,9 +22,7 @@ FAR = tl.constexpr(64.0)  # a tile stays as it was from this |lse| on, to base 2
 def _padded_tile(
     program, n_tiles, n_q, tiles_ptr, cu_q_ptr, cu_k_ptr, ROWS: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
-    """Returns a program's tile of queries as its first row, the end of its sequence, and its number
-    among the tiles of padded rows.
-    """
+    """Returns a tile's first row, its sequence's end, and its number among padded tiles."""
     tile = program % n_tiles
     row, first_q, n_rows, _first_k, _keys = place(
         tile, 0, tiles_ptr, cu_q_ptr, cu_k_ptr, cu_k_ptr, n_q, n_q, ROWS, PACKED, False
@@ -135,7 +133,7 @@ def _finish_dq_kernel(
 
 
 class PaddedRows:
-    """The padded rows of a call, and the launches that fill and read them.
+    """Holds the padded rows of a call, and the launches that fill and read them.
 
     Each head has `n` tiles of queries. A packed sequence has tiles of its own.
     """

@@ -1,4 +1,4 @@
-"""Parts that attention's Gluon kernels share: tiles in shared memory, TMA descriptors of heads.
+"""Shares code of attention's Gluon kernels: tiles in shared memory, TMA descriptors of heads.
 
 A descriptor spans a whole [B, H, L, D] tensor of any strides. So views of a fused projection are
 read and written in place. Rows past the end read as 0 and are not written.
@@ -51,7 +51,7 @@ def supported(call: Call) -> Reason:
     """Returns why the Hopper kernels cannot serve a call, or None."""
     problem = call.problem
     if call.target.kind != "cuda" or call.target.capability != 90:
-        return "it uses instructions of compute capability 9.0 alone"
+        return "it uses instructions that only compute capability 9.0 has"
     if problem.itemsize != 2 or problem["head_dim"] not in HEAD_DIMS:
         taken = " and ".join(map(str, HEAD_DIMS))
         return (

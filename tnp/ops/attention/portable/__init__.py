@@ -1,1 +1,1 @@
-"""Attention in portable Triton, for every GPU from compute capability 8.0."""
+"""Holds attention in portable Triton, for every GPU from compute capability 8.0."""

@@ -1,4 +1,4 @@
-"""Attention backward in portable Triton: dk and dv, and dq, without atomics.
+"""Computes attention backward in portable Triton: dk and dv, and dq, without atomics.
 
 The probabilities are recomputed from q, k and the saved lse. With p = 2^(scale·log2(e)·q kᵀ − lse)
 and delta = Σ_d do·o:
@@ -357,13 +357,11 @@ MASKED_FUSED_CONFIGS = {
 
 
 def separate_configs(call: Call) -> tuple[SeparateConfig, ...]:
-    """Returns the candidates, the default first."""
     of_dkdv = candidates(call, DKDV_CONFIGS, MASKED_DKDV_CONFIGS)
     return tuple(SeparateConfig(*two) for two in product(of_dkdv, candidates(call, DQ_CONFIGS)))
 
 
 def fused_configs(call: Call) -> tuple[FusedConfig, ...]:
-    """Returns the candidates, the default first."""
     return candidates(call, FUSED_CONFIGS, MASKED_FUSED_CONFIGS)
 
 

@@ -1,4 +1,4 @@
-"""Attention forward in portable Triton: online softmax over key tiles.
+"""Computes attention forward in portable Triton: online softmax over key tiles.
 
 For a tile of queries, with s = scale·log2(e)·q kᵀ and running row maximum m and row sum l:
 
@@ -23,15 +23,7 @@ from tnp.dispatch.launcher import Bound
 from tnp.dispatch.spec import Call, Kernel
 from tnp.ops._shared.primitives import add_dot, cast, dot, nan_outside
 from tnp.ops.attention.definition import WITH_LSE
-from tnp.ops.attention.keys import (
-    Reach,
-    Tiles,
-    key_range,
-    lengths_given,
-    place,
-    seen,
-    whole_blocks,
-)
+from tnp.ops.attention.keys import Reach, Tiles, key_range, lengths_given, place, seen, whole_blocks
 from tnp.ops.attention.primitives import (
     LOG2_E,
     LaunchConfig,
@@ -67,9 +59,7 @@ CONFIGS = {
     (2, 256): (LaunchConfig(64, 32, 8, 2),),
     (4, 64): (LaunchConfig(32, 32, 8, 1),),
 }
-MASKED_CONFIGS = {
-    (2, 128): (LaunchConfig(128, 32, 8, 3),),
-}
+MASKED_CONFIGS = {(2, 128): (LaunchConfig(128, 32, 8, 3),)}
 
 
 @triton.jit
@@ -153,7 +143,6 @@ def _attention_fwd_kernel(
 
 
 def configs(call: Call) -> tuple[LaunchConfig, ...]:
-    """Returns the candidates, the default first."""
     return candidates(call, CONFIGS, MASKED_CONFIGS)
 
 

@@ -1,0 +1,21 @@
+-- Macro: the run that a row belongs to. Early rows have no `run_id`: equal devices and times of
+-- recording make a run.
+create or replace macro run_of(run_id, device, recorded_at) as
+coalesce(run_id, concat(device, ' ', strftime(recorded_at, '%Y-%m-%dT%H:%M:%S.%fZ')));
+
+-- Macro: the role of an early row, which has no `role`. `name` is the step's variant or the
+-- operator's implementation, and `used` lists the implementations in it.
+create or replace macro earlier_role(name, used) as case
+    when list_has_any(used, ['separate', 'fused', 'single', 'auto']) then 'own'
+    when name in ('sdpa_flash', 'torch') then 'baseline'
+    else 'peer'
+end;
+
+-- Macro: an operator's present name. Early rows have no `problem`: they say "rms_norm" for
+-- "add_rms_norm", and name a ceiling by what was run.
+create or replace macro op_now(op, problem) as case
+    when problem is not null then op
+    when op = 'rms_norm' then 'add_rms_norm'
+    when op in ('matmul', 'copy') then 'ceiling_' || op
+    else op
+end;
