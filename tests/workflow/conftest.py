@@ -5,7 +5,6 @@ import copy
 import os
 import shutil
 import textwrap
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,11 +20,9 @@ HERE = Path(__file__).parent
 # Replaces the four functions that compute; what they were asked for goes to the file `calls`.
 FAKE_BENCHMARK = """
 def run_isolated(kind, parameters, timeout_s):
-    import os, time
+    import os
     with open("calls", "a") as calls:
-        print("start", parameters["config_id"], parameters["replicate"], file=calls, flush=True)
-        time.sleep(float(os.environ.get("FAKE_SECONDS", 0)))
-        print("end", parameters["config_id"], parameters["replicate"], file=calls, flush=True)
+        print("measured", parameters["config_id"], parameters["replicate"], file=calls)
     ended = parameters["config_id"] in os.environ.get("FAKE_KILLED", "").split(",")
     tables = failure_rows(kind, parameters, "killed" if ended else "ok", "")
     for row in [] if ended else tables[f"{kind}s"]:
@@ -103,13 +100,6 @@ def run(parameters, device, checkpoint_dir, on_row):
 
 
 STARTED: list[Run] = []  # by the test that runs
-
-
-def wait_for(condition, seconds: float = 300.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 def configuration() -> dict:
@@ -202,7 +192,8 @@ class Checkout:
         return file.read_text().splitlines() if file.exists() else []
 
     def measured(self) -> list[str]:
-        return [call.removeprefix("end ") for call in self.calls() if call.startswith("end ")]
+        start = "measured "
+        return [call.removeprefix(start) for call in self.calls() if call.startswith(start)]
 
     def forget_calls(self) -> None:
         (self.folder / "calls").unlink(missing_ok=True)

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.workflow.conftest import changed, configuration, small
-from tnp.store.files import write_table
 from workflow.attempts import attempt, named
 from workflow.files import Files
+from workflow.jobs import write
 from workflow.plan import Plan
 from workflow.validation import validate
 
@@ -39,11 +39,12 @@ def stems(found: list[str], table: str) -> set[str]:
 
 def made(planned: dict[str, str], status: str = "ok", reason: str | None = None) -> Path:
     """Writes the files of a job; a training's rows have no status."""
-    for table, file in planned.items():
-        rows = {"training": [{"run": "a"}]}
-        own = [{"status": status, "reason": reason}] if file == next(iter(planned.values())) else []
-        write_table(Path(file), table, rows.get(table, own))
-    return Path(next(iter(planned.values())))
+    own = next(iter(planned))
+    write(
+        planned,
+        {own: [{"run": "a"} if own == "training" else {"status": status, "reason": reason}]},
+    )
+    return Path(planned[own])
 
 
 def test_every_job_of_the_plan_and_each_gate_that_one_waits_for_is_asked_for(runs):
@@ -112,9 +113,15 @@ def test_a_result_that_gates_refused_waits_for_a_newer_one_of_theirs(runs):
     assert attempt(again).number == 2 and files(runs).awaited("step", STEP, again.stem)
 
 
-def test_a_result_without_one_of_its_tables_is_measured_once_more(runs):
-    made(files(runs).planned("step", STEP, 1))
-    Path(files(runs).planned("step", STEP, 1)["samples"]).unlink()
+def test_a_job_is_done_when_its_own_table_is_there_which_is_written_last(runs):
+    planned = files(runs).planned("step", STEP, 1)
+    with pytest.raises(ValueError, match="no column 'nope'"):
+        write(planned, {"steps": [{"status": "ok"}], "samples": [{"nope": 1}]})
+    assert not Path(_own(planned)).exists()
+    # It goes on under the same name, and finds its checkpoints again.
+    assert files(runs).planned("step", STEP, 1) == planned
+    write(planned, {"steps": [{"status": "ok"}]})
+    Path(planned["samples"]).unlink()
     assert attempt(Path(_own(files(runs).planned("step", STEP, 1)))).number == 2
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from tests import false_ncu
 from tests.workflow.conftest import FAKE_GPU, Checkout
 from tnp.store.schemas import TABLES
+from workflow.start import take_lock
 
 ROOT = Path(__file__).parents[2]
 MATRIX = "figures/matrix.html"
@@ -53,6 +54,12 @@ def test_gates_come_first_and_a_red_one_stops_what_depends_on_it(checkout):
     status, output = checkout.run("cqu")
     assert status != 0 and "Traceback" not in output and not checkout.calls(), output
     assert output.splitlines()[-1] == "unknown target 'cqu': did you mean 'cpu'?"
+
+    held = take_lock(checkout.folder / ".snakemake/workflow.lock")
+    status, output = checkout.run("all")
+    assert status != 0 and f"another workflow (process {os.getpid()})" in output
+    assert not checkout.calls()
+    os.close(held)
 
     status, output = checkout.run("all", FAKE_RED="checkpointing,op--mlp--single")
     assert status != 0 and "Traceback" not in output, output

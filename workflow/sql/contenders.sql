@@ -16,11 +16,14 @@ with used as (
             when starts_with(variant, 'without_') then 'without'
             when study = 'ablation' then 'whole'
         end as ablation_part,
-        if(
-            kind = 'step',
-            optimizer and study != 'ablation',
-            implementation != 'auto' and not is_ceiling(op) and coalesce(timing, '') != 'latency'
-        ) as in_speed_figures
+        -- DuckDB's command line 1.5 does not know `if` in a view that DuckDB 2.0 stored.
+        case
+            when kind = 'step' then optimizer and study != 'ablation'
+            else
+                implementation != 'auto'
+                and not is_ceiling(op)
+                and coalesce(timing, '') != 'latency'
+        end as in_speed_figures
     from measurements
     where is_timed and not coalesce(twin, false)
     qualify is_comparable = bool_or(is_comparable) over (partition by device, code_version)
