@@ -37,7 +37,7 @@ def digests(recorded: Path, known: Digests | None = None) -> Digests:
     """Returns digests of all columns, or of those in `known`, for a database of recorded rows."""
     with duckdb.connect(str(recorded), read_only=True) as connection:
         tables = {
-            table: connection.execute(
+            table: connection.sql(
                 f"select *, '' as file from {table}"
                 + (f" where recorded_at < '{RECORDED_BY}'" if "recorded_at" in schema.names else "")
             ).to_arrow_table()
