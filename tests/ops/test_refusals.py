@@ -49,8 +49,7 @@ def test_a_wrong_tensor_is_one_sentence(operator, found, case, wrong):
             with pytest.raises((ValueError, RuntimeError)) as refused:
                 call(operator, implementation, tensors, operator.numbers, options)
             said = str(refused.value)
-            # gelu_linear leaves its x to the limits of implementations.
-            assert "\n" not in said and (" must " in said or operator.name == "gelu_linear"), said
+            assert "\n" not in said and " must " in said, said
             assert any(one in said for one in (name, RENAMED.get(name, name), "it takes")), said
 
 

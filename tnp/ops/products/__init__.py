@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from tnp.dispatch.spec import FLOATS, Case, Implementation, Operator, Problem, Work, on_cuda
 from tnp.ops._shared.declared import by_pytorch, by_triton, cases_by_dtype, left_out_by_tf32
-from tnp.util.checks import require_alike, require_one_device
+from tnp.util.checks import require_alike, require_floats, require_one_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -141,6 +141,7 @@ def addmm_activation(x, weight, bias):
 
 
 def describe_gelu_linear(x, weight, bias) -> dict:
+    require_floats(x=x)
     if x.dim() < 1 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
             f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}: they must be "
