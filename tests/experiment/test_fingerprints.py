@@ -272,11 +272,11 @@ def test_a_function_made_with_another_is_of_both() -> None:
     assert {"tnp.ops.swiglu:describe", "tnp.ops.swiglu:reference"} <= found.keys()
 
 
-def test_it_imports_no_torch() -> None:
-    """Declarations of some operators do."""
+def test_planning_imports_no_torch_and_no_altair() -> None:
+    """Declarations of some operators import torch, and figures import Altair."""
     code = (
-        "import sys, tnp.experiment.fingerprints\n"
-        "assert not {'torch', 'triton'} & sys.modules.keys()"
+        "import sys, tnp.experiment.fingerprints, tnp.figures.story\n"
+        "assert not {'torch', 'triton', 'altair', 'vl_convert'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=code_hash.ROOT)
 
