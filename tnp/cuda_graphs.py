@@ -1,4 +1,4 @@
-"""Captures work as CUDA graphs, on one stream and with one memory pool for all of them."""
+"""Captures work as CUDA graphs, on one stream a device, with one memory pool a `Captures`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ Inputs = TypeVar("Inputs")
 
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """Stops Python's garbage collector in all threads: a graph that it frees voids a capture.
+    """Stops Python's garbage collector in all threads.
+
+    Freeing a graph during a capture would make the capture fail.
 
     `torch.cuda.graph` collects before a capture, and the collector may still run during it.
     """
@@ -32,7 +34,7 @@ def _nothing_collected() -> Iterator[None]:
 
 
 class Captures:
-    """Runs work on a stream beside the current one of `device`, and captures it there.
+    """Runs work on a second stream of `device`, and captures it there.
 
     The graphs share their memory. So they must follow one another on one stream, and the results of
     a graph must be read before the next graph is replayed.
@@ -49,10 +51,14 @@ class Captures:
 
     @_nothing_collected()
     def capture(self, work: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
-        """Returns a function that replays `work`, and its result. `work` must not wait."""
+        """Returns a function that replays `work`, and its result.
+
+        `work` must not synchronize with the GPU.
+        """
         captured = None
-        # Spare memory is not given back in a capture. The second try is outside of `except`,
-        # because an error keeps alive all tensors of the failed work.
+        # The allocator cannot free cached memory during a capture, so an error frees it and
+        # captures once more. The second try is outside of `except`, because an error keeps alive
+        # all tensors of the failed work.
         with suppress(torch.cuda.OutOfMemoryError):
             captured = self._captured(work)
         if captured is None:
@@ -70,7 +76,7 @@ class Captures:
     def _captured(self, work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         """Returns a graph of `work`, and the result that it writes.
 
-        `torch.cuda.graph` would first give back all of the allocator's spare memory.
+        This calls `CUDAGraph` directly: `torch.cuda.graph` first empties the allocator's cache.
         """
         with self._on_stream():
             graph = torch.cuda.CUDAGraph()
@@ -88,7 +94,7 @@ class Captures:
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
         """Runs the block on the stream, between the current stream's earlier and later work."""
-        with torch.cuda.device(self._device):  # streams are the current device's
+        with torch.cuda.device(self._device):  # whose current stream is meant below
             stream, current = _stream(self._device), torch.cuda.current_stream()
             stream.wait_stream(current)
             try:
@@ -106,7 +112,7 @@ class Graph(Generic[Inputs]):
     has_run: bool = False
     replay: Callable[[], None] | None = None
     result: torch.Tensor | None = None  # static: the graph writes it
-    kept: Any = None  # stays in memory as long as the graph, which holds only addresses
+    kept: Any = None  # is kept alive here, since the graph holds only addresses
 
 
 class GraphCache(Generic[Inputs]):
@@ -114,8 +120,8 @@ class GraphCache(Generic[Inputs]):
 
     Args:
         captures: makes all graphs, on one device.
-        most: how many graphs are kept. They share memory, but each node takes some hundred bytes.
-        log: gets one warning when there are more sizes than that.
+        most: how many graphs are kept.
+        log: gets one warning when there are more than `most` sizes.
         warning: the text of the warning, with %d in place of `most`.
     """
 
@@ -131,7 +137,7 @@ class GraphCache(Generic[Inputs]):
         return next(iter(self._by_size.values()), None)
 
     def get(self, size: Hashable, make_inputs: Callable[[], Inputs]) -> Graph[Inputs] | None:
-        """Returns the graph of `size`, or None if all places are taken."""
+        """Returns the graph of `size`, or None if the cache is full."""
         found = self._by_size.get(size)
         if found is not None:
             return found
@@ -145,7 +151,7 @@ class GraphCache(Generic[Inputs]):
 
     @contextmanager
     def eager(self, graph: Graph[Inputs]) -> Iterator[None]:
-        """Marks `graph` as run after the block. A size whose first run fails loses its place."""
+        """Marks `graph` as run after the block. If the first run fails, the size is forgotten."""
         try:
             yield
         except BaseException:

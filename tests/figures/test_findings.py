@@ -111,7 +111,7 @@ def test_what_is_known_not_to_count_is_named_and_not_drawn(drawn: Drawn, figure:
         sample.steps(times, counts=False), sample.ablation_rows({("mlp", "mid"): 1.0}, counts=False)
     )
     chart = drawn(figure, tables)
-    assert "timed, but does not count" in as_svg(chart)
+    assert "timed, but not valid" in as_svg(chart)
     assert title(chart) in (
         "No configuration could be timed yet",
         "No component could be timed yet",
@@ -308,7 +308,7 @@ def test_ablation_claims_no_gain_without_a_verdict(drawn: Drawn) -> None:
     rows = sample.ablation_rows({("mlp", "mid"): 1.0}, counts=None)
     rows["ablation"][0]["base_variant"] = "sdpa_cudnn_padded"
     chart = drawn("ablation", rows)
-    assert "recorded before evidence was kept" in title(chart)
+    assert "without complete evidence" in title(chart)
     said = " ".join(chart.to_dict()["title"]["subtitle"])
     assert "PyTorch with cuDNN's attention and a padded hidden width, uncompiled" in said
 

@@ -29,7 +29,7 @@ def test_headline_has_three_bars_and_says_how_much_faster_ours_is(build: Build) 
 def test_headline_without_evidence_is_hollow_and_claims_nothing(build: Build) -> None:
     chart = headline(build(**sample.merged(H200, sample.steps(sample.THREE, counts=None))))
     assert chart.to_dict()["title"]["text"] == "Training speed on an NVIDIA H200"
-    assert "recorded before evidence was kept" in as_svg(chart)
+    assert "without complete evidence" in as_svg(chart)
 
 
 def test_headline_leaves_out_a_shape_whose_baseline_does_not_count(build: Build) -> None:

@@ -56,5 +56,5 @@ def test_without_a_gpu_it_says_why_not():
     (row,) = run_gate("batch_noise", "cpu")["gates"]
     assert (row["status"], row["reason"]) == (
         "unsupported",
-        "batches of the specification's size take an NVIDIA GPU",
+        "this gate needs an NVIDIA GPU",
     )

@@ -40,7 +40,8 @@ class Datasheet:
 
 
 KB = 1024
-# Keys are words of the product name, the most special first.
+# Keys are words of the product name. A longer key comes before a shorter one that it contains.
+# Rates are those of dense matrices.
 GPUS = {
     "H200": Datasheet(132, 90, 227 * KB, 989.4e12, 4.8e12),
     "H100 PCIe": Datasheet(114, 90, 227 * KB, 756e12, 2.04e12),

@@ -1,7 +1,7 @@
 """Shows how much faster each configuration trains than plain PyTorch, and than PyTorch at its best.
 
 Reads the view `speedup`. A panel for each device and shape has a line for each variant, with a mark
-for each combination of checkpointing and CUDA graph. The fastest mark is labelled.
+for each combination of checkpointing and CUDA graph. The fastest mark of each line has a label.
 """
 
 import math
@@ -16,7 +16,7 @@ from tnp.figures.words import words
 
 PANEL_WIDTH = 345  # px
 COLUMNS = 2  # panels abreast
-LABEL_ROOM = 0.6  # of the axis up to its fastest mark, for the label right of it
+LABEL_ROOM = 0.6  # the label's room, as a power of the span from the lowest to the highest end
 
 PLAIN = words("sdpa_flash")
 
@@ -43,7 +43,7 @@ QUERY = """
 
 
 def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:
-    """Draws speedups on a log₂ axis with intervals; the best of each shape is bold."""
+    """Draws speedups on a log₂ axis with intervals. The label of each shape's winner is bold."""
     rows = data.query(connection, QUERY)
     if not rows:
         return theme.no_rows("no training step has been timed", "snakemake --cores 1 all", layout)
@@ -68,7 +68,7 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
 
 
 def finding(rows: list[Row], devices: dict[str, Row]) -> str:
-    """Summarizes the rows of the first device that timed anything in one sentence."""
+    """Returns one sentence about the first device with a timed row."""
     timed, device = data.of_first(devices, [row for row in rows if row["speedup"] is not None])
     if not timed:
         return "No configuration could be timed yet"
@@ -105,7 +105,7 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
 
 
 def _surest(row: Row) -> tuple[bool, bool, float, float]:
-    """Orders our steps at a shape: the largest has the surest lead."""
+    """Returns a sort key: our surest step at a shape has the largest key."""
     return (
         bool(row["valid"]),
         row["leads"],
@@ -117,7 +117,7 @@ def _surest(row: Row) -> tuple[bool, bool, float, float]:
 def _panels(
     rows: list[Row], variants: list[str], colors: alt.Scale, layout: Layout
 ) -> list[alt.TopLevelMixin]:
-    compared = {row["shape"] for row in rows if row["speedup"] is not None}  # with plain PyTorch
+    compared = {row["shape"] for row in rows if row["speedup"] is not None}
     rows = [row if row["shape"] in compared else _over_best(row) for row in rows]
     bounds = [row[end] for row in rows for end in ("speedup_low", "speedup_high") if row[end]]
     low, high = min([0.8, *bounds]), max([1.25, *bounds])
@@ -203,7 +203,7 @@ def _label(row: Row) -> str:
 
 
 def _why_not_drawn(row: Row) -> str:
-    """Returns the text in place of a timed step's mark."""
+    """Returns the text that replaces the mark of a timed step without a speedup."""
     if row["valid"] is False:
         return "not_counted"
     return f"{theme.duration(row['step_ms'])}; {row['why_no_speedup']}"
@@ -216,7 +216,7 @@ def _over_best(row: Row) -> Row:
 
 
 def _why_over_best(rows: list[Row]) -> str:
-    """Says why a shape's steps are not compared with plain PyTorch's, and with which they are."""
+    """Says why a shape is not compared with plain PyTorch, and what replaces the comparison."""
     reasons = dict.fromkeys(row["why_no_speedup"] for row in rows if row["valid"] is not False)
     why = theme.sentence("; ".join(filter(None, reasons)) or f"{PLAIN} was not timed")
     shown = any(row["speedup"] is not None for row in rows)
@@ -224,7 +224,10 @@ def _why_over_best(rows: list[Row]) -> str:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Returns powers of two; with more room also their multiples of 1.5, or tenths."""
+    """Returns powers of two. A range below 11× also gets their multiples of 1.5.
+
+    A range below 2× gets tenths instead.
+    """
     if high / low < 2:
         return [n / 10 for n in range(math.ceil(10 * low), math.floor(10 * high) + 1)]
     powers = [2.0**n for n in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)]

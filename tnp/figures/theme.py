@@ -64,10 +64,10 @@ STATUS_TEXT = {
     "unsupported": "cannot run here",
     "gate_failed": "gate failed",
     "timeout": "timed out",
-    "not_counted": "timed, but does not count",
+    "not_counted": "timed, but not valid",
 }
 
-WITHOUT_EVIDENCE = "recorded before evidence was kept"
+WITHOUT_EVIDENCE = "without complete evidence"
 
 
 def status_text(status: str) -> str:
@@ -105,7 +105,7 @@ def duration(milliseconds: float) -> str:
 
 def evidence(counts: bool | None) -> str:
     """Returns the tooltip of a drawn row: valid rows are filled, others hollow."""
-    return "kept, and the row counts" if counts else WITHOUT_EVIDENCE
+    return "complete, and the row is valid" if counts else WITHOUT_EVIDENCE
 
 
 def verdict(ratio: float, decided: str | None) -> str:

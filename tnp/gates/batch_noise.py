@@ -1,12 +1,12 @@
-"""Checks phase 5: operators in 8 bits change a gradient less than batches do.
+"""Checks phase 5: 8 bits change each gradient by less than a tenth of its noise between batches.
 
 A model with all our operators is trained a little in 16 bits. Then it computes gradients of the
 same batches twice with the same weights: in 16 bits, and with one operator in 8 bits. For each
-parameter, the root mean square of their difference must be below a tenth of the standard deviation
-between batches.
+parameter, the root mean square of the two gradients' difference must be below a tenth of the
+standard deviation between batches.
 
-The model and its batches are the specification's at small, so the gate needs a GPU. A control has
-MLP weights in two bits: the gate must find it worse.
+Model and batches have the sizes of shape `small`, which is too slow without a GPU. A control has
+MLP weights in two bits: its largest ratio must exceed the bound.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ SIZES = 64, 64, 500  # tasks, context and target points
 
 def checks(device: torch.device) -> Iterator[Check]:
     if device.type != "cuda":
-        raise Unsupported("batches of the specification's size take an NVIDIA GPU")
+        raise Unsupported("this gate needs an NVIDIA GPU")
     model = _trained(device)
     batches = [_task(device, N_STEPS + index) for index in range(N_BATCHES)]
     for family, op, name in _in_8_bits(device):
@@ -52,7 +52,7 @@ def checks(device: torch.device) -> Iterator[Check]:
 
 
 def _in_8_bits(device: torch.device) -> Iterator[tuple[str, str, str]]:
-    """Yields (family, operator, implementation) that trains in fewer bits than its problem."""
+    """Yields (family, operator, implementation) with a gradient, whose `precision` is 8 bits."""
     config, (batch, n_context, n_target) = TNPConfig(), SIZES
     model = asdict(config) | {"d_ff_storage": storage_width(config.d_ff)}
     run = {"batch": batch, "n_context": n_context, "n_target": n_target, "dtype": "bfloat16"}
@@ -88,7 +88,7 @@ def _like(model: TransformerNP, variant: Variant) -> TransformerNP:
 
 
 def ratios(model: TransformerNP, other: TransformerNP, batches: Sequence[Task]) -> dict[str, float]:
-    """Returns the gradients' difference over their deviation between batches, by parameter."""
+    """Returns, by parameter, the gradients' RMS difference ÷ their deviation between batches."""
     total, squares, differences = {}, {}, {}
     for batch in batches:
         _, gradients = models.gradients_by_tensor(model, batch)

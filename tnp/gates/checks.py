@@ -1,4 +1,4 @@
-"""Holds the parts of a correctness gate: one `Check` a comparison, and distances."""
+"""Defines `Check`, one comparison of a gate, and functions that measure errors."""
 
 import math
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ import torch
 class Check:
     """Records one comparison: the measured `value`, and the `bound` allowed.
 
-    `implementation` and `op` name what the check is about: a red check stops only its users. An
-    empty `implementation` means all, an empty `op` the gate's. `larger_is_better` turns the
-    comparison round, as for cosines. `problem` is the JSON of the computed problem, and `kernel`
-    names its kernels, if the check is about those.
+    A red check stops only jobs that use `implementation` of `op`. An empty `implementation` means
+    all implementations, an empty `op` the gate's operator. With `larger_is_better` values above
+    `bound` pass, as for cosines. `problem` is the JSON of the computed problem. `kernel` names the
+    kernels, in checks of kernels.
     """
 
     check: str
@@ -36,9 +36,9 @@ class Check:
 
 @dataclass(frozen=True)
 class Finished:
-    """Says that all checks of a part are made, one of `of` parts, such as a case of an operator.
+    """Says that all checks of one part are made; a part is, for example, a case of an operator.
 
-    `found` names other findings of the part, for a run that continues after it.
+    `of` is the number of parts. `found` names what a resumed run must know of this part.
     """
 
     part: str
@@ -56,7 +56,7 @@ class LeftOut:
 
 
 class Unsupported(Exception):
-    """Says why the device cannot run a gate. It is recorded with the reason."""
+    """Says why the device cannot run a gate, which is then recorded as unsupported."""
 
 
 def distance(out: torch.Tensor, reference: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Saves and loads a model: a folder with its sizes, units and weights.
+"""Saves and loads a model: a folder with its sizes, dtype, units and weights.
 
 Weights are stored at the model's own width, without a variant's zero padding. So any variant can
 load them.
@@ -28,7 +28,7 @@ REMEDY = "name a folder that TransformerNP.save has written"
 
 
 def save(model: Network, folder: Path | str) -> None:
-    """Writes the model to `folder`. It replaces an earlier model whole or not at all."""
+    """Writes the model to `folder`. If that fails, an earlier model there stays."""
     normalization, dtype = model.normalization, model.asked_dtype
     weights = unpadded_weights(model)
     state = {
@@ -58,7 +58,7 @@ def load(
         saved_dtype = state["compute_dtype"] and getattr(torch, state["compute_dtype"])
     except (AttributeError, TypeError):
         raise ValueError(
-            f"model {path} was not written by this version of the code: {REMEDY}"
+            f"model {path} is of another version of tnp: load it there, or save it again here"
         ) from None
     model = kind(config, variant, compute_dtype or saved_dtype, normalization=normalization)
     set_weights(model, state["weights"])
@@ -69,47 +69,46 @@ def unpadded_weights(model: Network) -> dict[str, torch.Tensor]:
     """Returns the model's state as views, with hidden layers at their own width.
 
     Raises:
-        ValueError: padding holds a weight, or the state has names that a model has not.
+        ValueError: padding holds a weight, or the state has unknown or missing names.
     """
     shapes, state = _shapes(model, model.config), model.state_dict()
     others = sorted(state.keys() ^ shapes.keys())
     if others:
         raise ValueError(
-            f"the model's weights have other names ({', '.join(others[:3])}), such as those of a "
-            "parametrized layer: remove the parametrization, or keep the state_dict() yourself"
+            f"the model's weights have unexpected names ({', '.join(others[:3])}), such as those "
+            "of a parametrized layer: remove that, or keep the state_dict() yourself"
         )
     require_no_weight_in_padding(model)
     return {name: x[tuple(map(slice, shapes[name]))] for name, x in state.items()}
 
 
 def require_no_weight_in_padding(model: Network) -> None:
-    """Raises ValueError naming a hidden layer whose padding is not 0, or may become other than 0.
+    """Raises ValueError naming a hidden layer whose padding is nonzero or parametrized.
 
-    The model would predict something else with another variant.
+    Variants drop the padding, so nonzero padding would change predictions.
     """
-    remedy = "build the model with a variant whose d_ff_storage is None before its weights are"
+    remedy = "build the model with a variant whose d_ff_storage is None first"
     for prefix, layer in model.named_modules():
         if not isinstance(layer, HiddenLayer) or layer.width == layer.d_ff:
             continue
         units = f"units {layer.d_ff} to {layer.width - 1}"
         if not {"up", "down"} <= layer._parameters.keys():
             raise ValueError(
-                f"{prefix} is parametrized and holds padding, {units}, whose norm is 0: {remedy} "
-                "parametrized"
+                f"{prefix} is parametrized, and its padding ({units}) has norm 0: {remedy}"
             )
         for name, part in layer.padding().items():
             if not part.is_meta and part.any():
                 raise ValueError(
-                    f"{prefix}.{name} holds weights in its padding, {units}: set them to 0, or "
-                    f"{remedy} changed"
+                    f"{prefix}.{name} holds weights in its padding ({units}): set them to 0, or "
+                    f"{remedy}"
                 )
 
 
 @torch.no_grad()
 def set_weights(model: Network, weights: dict[str, torch.Tensor]) -> None:
-    """Sets the weights that `unpadded_weights` returned, and their dtype.
+    """Sets the weights that `unpadded_weights` returned. The model takes their dtype.
 
-    Hidden layers may be wider.
+    Hidden layers of this model may have padding that the weights lack.
 
     Raises ValueError if the weights belong to a model of other sizes.
     """
@@ -119,9 +118,7 @@ def set_weights(model: Network, weights: dict[str, torch.Tensor]) -> None:
         names = sorted(
             name for name in found.keys() | shapes.keys() if found.get(name) != shapes.get(name)
         )
-        raise ValueError(
-            f"weights are not of a model with {model.config}: {', '.join(names[:3])} differ"
-        )
+        raise ValueError(f"the weights do not fit {model.config}: {', '.join(names[:3])} differ")
     model.to(weights["heads.up"].dtype)
     for name, x in model.state_dict().items():
         x.zero_()

@@ -1,9 +1,9 @@
 -- topic: undecided
 -- # Compared and not decided
 -- These comparisons have evidence, and are neither faster, slower nor the same. The table says how
--- many more runs we expect to decide each. A dash means that no number of runs would, because the
--- ratio is too near to 0.99 or 1.01. Comparisons with earlier code, mostly within 1 %, are in view
--- `undecided` too.
+-- many further runs would probably decide each comparison. A dash means that 100 further runs in one
+-- session would not, because the ratio is too near to 0.99 or 1.01. View `undecided` also has
+-- comparisons with earlier code, which are mostly within 1 %.
 select
     device,
     replace(comparison_key, device || ' ', '') as compared,

@@ -1,5 +1,6 @@
-"""Enters what won on this device in its tuned table: kernels by their trials, implementations by
-the operator benchmarks.
+"""Writes this device's fastest kernels and implementations into its tuned table.
+
+Kernels are judged by their trials, implementations by the operator benchmarks.
 """
 
 from pathlib import Path
@@ -21,7 +22,8 @@ def capability(environments: list[str]) -> int:
     """Returns the compute capability of the GPU that was measured: 90 for "9.0"."""
     found = {row["compute_capability"] for row in rows(environments, "environments")} - {None}
     if len(found) != 1:
-        raise ValueError(f"rows of {device} are of compute capability {found}: it must be one")
+        named = ", ".join(sorted(found)) or "none"
+        raise ValueError(f"rows of {device} name compute capability {named}: one is expected")
     return int(found.pop().replace(".", ""))
 
 
@@ -30,12 +32,12 @@ with job("tune", snakemake.log[0]) as say:
     kernels = entries.of_operations(trials)
     implementations = entries.of_operators(timed)
     if not kernels and not implementations:
-        say("nothing to do: tuning needs an NVIDIA GPU and what config.yaml's `tuning` names")
+        say("no timed rows: tuning needs an NVIDIA GPU, and entries under `tuning` in config.yaml")
     else:
         target = Target("cuda", device, capability(snakemake.input.environments))
         path = tuned_tables.write(target, [*kernels, *implementations], tuned_tables.COMMITTED)
         say(
             f"{len(kernels)} kernels and {len(implementations)} implementations: {path}; "
-            "implementations were timed with the kernels of the table before: `snakemake tune` "
-            "once more times those again whose kernels changed"
+            "implementations ran with the earlier table's kernels, so run `snakemake tune` again "
+            "to time those whose kernels changed"
         )

@@ -1,6 +1,6 @@
-"""Predictions over one context, and joint samples of a model with a buffer.
+"""Declares two studies: predictions over one context, and joint samples with a causal buffer.
 
-A shape and a variant is a job. The forms of a study take turns in it.
+Each pair of shape and variant is one job, which times all forms in turn.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ class Predictions(Study):
             known = models.variants(here.config)
             for shape, variant in product(spec.shapes, spec.variants):
                 sizes = here.config.shapes[shape]
-                # On a GPU some of the forms are captured.
+                # The last argument adds the gates of CUDA graphs: a GPU captures some forms.
                 of = variant, known[variant], sizes, model, False, here.device == "cuda"
                 yield here.job(
                     f"{study}--{shape}--{variant}",
@@ -58,7 +58,7 @@ class Predictions(Study):
         yield from models.faults_of_names(config, place, spec.variants, buffer)
         for index, name in enumerate(spec.variants):
             if known[name].get("compile"):
-                what = f"{name!r} is compiled and predictions are not: name a variant that is not"
+                what = f"predictions cannot use the compiled variant {name!r}: name another"
                 yield Fault((*place, index), what)
 
     def uses(self, config: Config) -> Iterator[models.Use]:
@@ -67,7 +67,7 @@ class Predictions(Study):
             yield models.use_of(config, (self.section, "variants", index), name)
 
     def code(self, job: Job) -> sources.Found:
-        """Returns that of all forms alike."""
+        """Returns the code of a job; all forms run the same code."""
         used = models.implementations(job)
         return sources.using(STARTS[job["study"]], used, job["device_slug"])
 

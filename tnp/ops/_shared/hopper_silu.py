@@ -1,10 +1,10 @@
-"""Computes the MLP's products of inner width 512 on Hopper, with SiLU or its derivative.
+"""Computes the MLP's matmuls over K = 512, the model's width, on Hopper, with SiLU.
 
     forward     z = x wᵀ,  h = z·σ(z),  slope = σ(z)·(1 + z·(1 − σ(z)))
     backward    dz = (dy w)·slope
 
-The forward pass saves the slope of SiLU instead of z, so the backward pass needs only one
-multiplication (`tnp.ops._shared.hopper_slope`).
+The forward pass saves the slope of SiLU instead of z. So the backward pass multiplies each element
+once by its slope (`tnp.ops._shared.hopper_slope` stores and loads slopes).
 """
 
 import torch
@@ -46,13 +46,13 @@ def store_quarter(
     desc, quarter, row, column, buffers, WARPGROUP: gl.constexpr, AT: gl.constexpr,
     RESULTS: gl.constexpr,
 ):  # fmt: skip
-    """Starts the copy of a quarter [64, 64] to device memory, through buffer `AT` of the
-    warpgroup's two.
+    """Starts the copy of a quarter [64, 64] to device memory.
 
-    There are RESULTS results. Each has its own buffers, and their quarters are stored in turn.
+    A warpgroup has two buffers for each tensor that the kernel writes; `AT` (0 or 1) picks one.
+    RESULTS is the number of these tensors, whose copies alternate.
     """
     buffer = buffers.index(2 * WARPGROUP + AT)
-    # The copy before the last one of this result has then left the buffer.
+    # Then the previous copy through this same buffer is done.
     tma.store_wait(2 * RESULTS - 1)
     buffer.store(quarter.to(desc.dtype))
     fence_async_shared()
@@ -61,7 +61,7 @@ def store_quarter(
 
 @gluon.jit
 def store_half(desc, half, row, column, buffers, WARPGROUP: gl.constexpr):
-    """Starts the copies of a half [64, 128], if it is the only result."""
+    """Starts the copies of a half [64, 128]. Use it only in kernels that write one tensor."""
     parts = quarters(half)
     for j in gl.static_range(2):
         store_quarter(desc, parts[j], row, column, buffers, WARPGROUP, j, 1)
@@ -71,7 +71,7 @@ def store_half(desc, half, row, column, buffers, WARPGROUP: gl.constexpr):
 def _silu(pipe, h_desc, slope_ptr, buffers, WARPGROUP: gl.constexpr, HAS_SLOPE: gl.constexpr):
     for tile in range(pipe.first + WARPGROUP, pipe.last, 2):
         halves = multiply(pipe, tile, WARPGROUP)
-        # Opaque, or addresses would be kept through the product, and spill.
+        # `opaque` keeps the compiler from computing addresses before the product: they would spill.
         place = opaque(tile)
         row = tile // pipe.n_columns * TILE
         column = tile % pipe.n_columns * TILE
@@ -88,7 +88,7 @@ def _silu(pipe, h_desc, slope_ptr, buffers, WARPGROUP: gl.constexpr, HAS_SLOPE: 
 @gluon.jit
 def _dsilu(pipe, dz_desc, slope_ptr, buffers, WARPGROUP: gl.constexpr):
     for tile in range(pipe.first + WARPGROUP, pipe.last, 2):
-        # Read before the product, so that they arrive meanwhile.
+        # The slopes are loaded before the product, so that the load overlaps with it.
         slopes = load_slopes(slope_ptr, tile)
         halves = multiply(pipe, tile, WARPGROUP)
         row = tile // pipe.n_columns * TILE
@@ -140,9 +140,10 @@ def matmul_dsilu_hopper_kernel(
 
 
 def matmul_silu(target: Target, rows: Rows, width: int, dtype: torch.dtype, save: bool) -> Silu:
-    """Returns the launch that computes h [T, F], and if `save` the slope in the order of registers.
+    """Returns the launch that computes h [T, F], and the slope if `save`.
 
-    Call it with x, read as `rows` say, and w [F, K], contiguous in x's dtype.
+    The slope lies in the layout of `hopper_slope`. Call the launch with x, in the layout that
+    `rows` describes, and w [F, K], contiguous in x's dtype.
     """
     of_out = dense(rows.n, width)
     kernel = Bound(
@@ -164,7 +165,10 @@ def matmul_silu(target: Target, rows: Rows, width: int, dtype: torch.dtype, save
 
 
 def matmul_dsilu(target: Target, rows: Rows, width: int, dtype: torch.dtype) -> DSilu:
-    """Returns the launch of dz [T, F]: call it with dy, read as `rows` say, w [K, F], and slope."""
+    """Returns the launch that computes dz [T, F].
+
+    Call it with dy, in the layout that `rows` describes, w [K, F], and the slope.
+    """
     of_out = dense(rows.n, width)
     kernel = Bound(
         matmul_dsilu_hopper_kernel, (target.multiprocessors,), rows.n, width // TILE.value,
