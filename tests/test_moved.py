@@ -18,6 +18,16 @@ def test_an_old_name_gives_the_module_of_the_new_one(old: str, new: str) -> None
     assert found.__spec__.name == new  # what the old name replaced for a moment
 
 
+@pytest.mark.parametrize("old, homes", _moved._NAMES.items())
+def test_a_module_that_became_a_package_still_has_its_names(old: str, homes: dict) -> None:
+    package = importlib.import_module(old)
+    for home, names in homes.items():
+        for name in names:
+            with pytest.warns(DeprecationWarning, match=f"{old}.{name} is now {home}.{name}"):
+                assert getattr(package, name) is getattr(importlib.import_module(home), name)
+    assert not hasattr(package, "no_such_name")
+
+
 def test_a_name_that_never_was_is_refused() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"tnp\.trainer"):
         importlib.import_module("tnp.trainer")

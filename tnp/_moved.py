@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
@@ -127,6 +127,23 @@ _NEW = {
 }
 
 
+# Old module, which is a package now: {its public names: the module that has them now}.
+_NAMES = {
+    "tnp.dispatch": {"tnp.dispatch.call": ("forget",)},
+    "tnp.store": {
+        "tnp.store.files": (
+            *("all_files", "build_database", "is_current", "read_table", "read_tables"),
+            *("record", "write_table"),
+        )
+    },
+    "tnp.train": {"tnp.train.recorded_runs": ("run",)},
+    "tnp.tuning": {
+        "tnp.dispatch.tuned_tables": ("operations",),
+        "tnp.tuning.entries": ("fastest", "of_operations", "of_operators", "time_ms"),
+    },
+}
+
+
 class _Finder(MetaPathFinder, Loader):
     """Finds a module by its old name and hands out the one with the new name."""
 
@@ -151,6 +168,26 @@ class _Finder(MetaPathFinder, Loader):
         _warn(name, new)
         spec = importlib.util.find_spec(new)
         return spec.loader.get_code(new)
+
+
+def names_of(package: str, other: Callable[[str], object] | None = None) -> Callable[[str], object]:
+    """Returns `__getattr__` of a package that was a module: it finds the old names, then `other`'s.
+
+    Args:
+        package: the package's `__name__`.
+        other: `__getattr__` of the names that the package offers now.
+    """
+    homes = {name: module for module, names in _NAMES[package].items() for name in names}
+
+    def find(name: str) -> object:
+        if name in homes:
+            _warn(f"{package}.{name}", f"{homes[name]}.{name}")
+            return getattr(importlib.import_module(homes[name]), name)
+        if other is None:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return other(name)
+
+    return find
 
 
 def _warn(old: str, new: str) -> None:

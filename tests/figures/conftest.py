@@ -225,7 +225,7 @@ def ablation_rows(
         row |= sized(shape) | {"base_variant": "sdpa_cudnn", "full_variant": "fused"}
         row |= {"valid": counts, "base_ms": 10.0, "full_ms": 5.0}
         if counts is False:
-            row |= {"why_not": "the samples had not settled"}
+            row |= {"why_not": "the samples were not precise enough"}
         elif not isinstance(gain, str):
             verdict = "faster" if gain > 0.1 else "ambiguous"
             row |= {"verdict_last": verdict if counts else None}

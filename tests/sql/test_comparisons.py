@@ -123,7 +123,7 @@ def test_pytorchs_step_is_named_where_ours_is_no_faster(store: Store) -> None:
 
 
 def test_what_does_not_count_hides_pytorchs_fastest_for_all_or_none(store: Store) -> None:
-    """At 2 %: a time that had not settled is no better known, and nobody's reference."""
+    """At 2 %: a time that is not precise enough is no better known, and nobody's reference."""
     for unsettled, hidden in ((1.97, False), (1.5, True)):
         query = store(
             gate("g"),

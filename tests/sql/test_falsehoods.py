@@ -338,7 +338,10 @@ def test_a_thermally_throttled_row_does_not_count(store: Store) -> None:
 
 
 def test_a_row_that_did_not_settle_does_not_count(store: Store) -> None:
-    for settled, why in ((False, "the samples had not settled"), (None, "whether the samples ha")):
+    for settled, why in (
+        (False, "the samples were not precise enough"),
+        (None, "whether the samples we"),
+    ):
         row = one(store(gate("g"), run("r", step("fused", [2.0]), settled=settled)), JUDGED)
         assert row["valid"] is settled and row["why_not"].startswith(why)
 

@@ -54,7 +54,7 @@ def test_times_are_medians_of_the_runs_that_count(store: Callable[..., Query]) -
     [
         ([], {}, "gate proof has not run on this code"),
         ([gate("gate", False)], {}, "gate proof is red"),
-        ([gate("gate")], {"settled": False}, "the samples had not settled"),
+        ([gate("gate")], {"settled": False}, "the samples were not precise enough"),
     ],
 )
 def test_what_does_not_count_is_shown_and_says_why(

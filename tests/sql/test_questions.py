@@ -1,4 +1,4 @@
-"""What the ten questions leave out and what they do not."""
+"""The ready questions answer over rows made for them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_two_devices_are_compared_where_both_have_evidence(store: Callable[..., 
         *steps_of("nvidia-h200", 1.0, dict.fromkeys(elsewhere, {})),
     )
     counting = query("from step_summary where valid")
-    assert len(counting) == 7  # all but the one that had not settled
+    assert len(counting) == 7  # all but the one that was not precise enough
     (row,) = asked(query, "h100_against_h200")
     assert (row["variant"], row["torch"]) == ("good", "2.13.0")
     assert (row["h100_ms"], row["h200_ms"], row["h200_is_times_as_fast"]) == (15.0, 10.0, 1.5)

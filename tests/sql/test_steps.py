@@ -167,7 +167,7 @@ def test_what_does_not_count_is_listed_and_not_compared(store: Callable[..., Que
     )
     (row,) = query("from speedup where variant = 'separate'")
     assert (row["valid"], row["step_ms"], row["speedup"]) == (False, 50, None)
-    assert row["why_not"] == "the samples had not settled"
+    assert row["why_not"] == "the samples were not precise enough"
     query = store(
         gate("gate"),
         *runs("sdpa_flash", [100.0, 100.0]),

@@ -172,7 +172,7 @@ class BufferedRows:
         if implementation is None:
             return "the variant's attention has no counterpart that takes all kinds of rows at once"
         if torch.compiler.is_compiling():
-            return "compiled copies need no kernel of ours"
+            return "torch.compile makes the copies by itself"
         batch, n_heads, n_q, head_dim = q.shape
         return _refusal(
             implementation, q.dtype, q.device,

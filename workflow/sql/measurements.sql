@@ -114,14 +114,14 @@ judged as (
             when status != 'ok' then concat_ws(': ', status, nullif(reason, ''))
             when throttled then 'the device was too hot while this was timed'
             when not gated then gate_reason
-            when not precise_enough then 'the samples had not settled'
+            when not precise_enough then 'the samples were not precise enough'
             when run_id is null then 'recorded before evidence was kept'
             when code_set is null then 'which code it ran on was not recorded'
             when not checked then 'the output was not checked after timing'
             when gated is null and not has_passed then gate_reason
             when gated is null then concat('no gate has run ', ungated_part, ' as it was timed')
             when precise_enough is null
-                then 'whether the samples had settled was not recorded'
+                then 'whether the samples were precise enough was not recorded'
         end as why_not,
         evidence_rank(status, valid) as evidence_rank
     from coded

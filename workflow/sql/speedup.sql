@@ -62,7 +62,7 @@ compared_steps as (
             when plain.status is null then 'plain PyTorch was not timed'
             when plain.status != 'ok'
                 then concat('plain PyTorch could not be timed: ', plain.status)
-            when not plain.valid then concat('plain PyTorch does not count: ', plain.why_not)
+            when not plain.valid then concat('plain PyTorch is not valid: ', plain.why_not)
             when own.flops != plain.flops
                 then
                     format(

@@ -21,7 +21,7 @@ format('{:.2f}', ratio) || coalesce(format(' ({:.2f}–{:.2f})', low, high), '')
 create or replace macro evidence_cell(valid, why_not) as case
     when valid then 'complete'
     when valid is null then 'none: ' || coalesce(why_not, 'recorded before evidence was kept')
-    else 'does not count: ' || why_not
+    else 'not valid: ' || why_not
 end;
 
 -- Macro: how good the evidence of a timed row is: 2 valid, 1 without evidence, 0 invalid, and null
