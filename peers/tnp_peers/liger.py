@@ -10,7 +10,7 @@ from torch import Tensor
 from tnp.dispatch.spec import Call, Implementation, Reason, on_cuda
 from tnp_peers.support import both, cuda_to
 
-MAX_WIDTH = 65536  # of a row that one program holds (its ops/utils.py)
+MAX_WIDTH = 65536  # a program holds rows up to this width (its ops/utils.py)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Converts values from the user's units to those of a model, and back."""
+"""Converts values from the user's units to a model's units, and back."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Normalization(nn.Module):
         values are all equal keeps its unit.
 
         Raises:
-            ValueError: there is no point, a dimension has no value, or a value is infinite or no
+            ValueError: there is no point, a dimension has no value, or a value is infinite or not a
                 number.
         """
         numbers = []

@@ -41,8 +41,8 @@ class MatmulConfig(KernelConfig):
     num_stages: int
 
 
-# By bytes per element; none spills on any target. In 8 bits a tile of 128 columns spills if the
-# backward epilogue writes both results (sm_100a, triton 3.6).
+# The tiles by bytes per element. `tnp.gates.compile` checks that none spills. In 8 bits a tile of
+# 128 columns would spill if the backward epilogue writes both results (sm_100a, triton 3.6).
 CONFIGS = {
     1: MatmulConfig(128, 64, 64, 8, 3),
     2: MatmulConfig(128, 128, 64, 8, 3),

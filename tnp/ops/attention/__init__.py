@@ -1,4 +1,4 @@
-"""Attention: every query attends to the keys that it sees.
+"""Computes attention: every query attends to the keys that it sees.
 
     o = softmax(scale · q kᵀ) v
 
@@ -257,7 +257,7 @@ def attention(
         scale: a positive, finite number, or None for 1/√D.
         base2: q carries scale · log2(e) already, as `project_qkv` returns it on request:
             o = Σ_j 2^(q·k_j) v_j / Σ_j 2^(q·k_j). Kernels for Hopper then need no reference and
-            are some 5 % faster.
+            are faster.
         causal: a query sees no key after the one beside it. The mask is aligned bottom right, as in
             FlashAttention. PyTorch's `is_causal` is aligned top left.
         window: the most keys that a query sees to one side, with the key beside it. If causal these

@@ -268,7 +268,7 @@ CONTROLS = {
     "values in another order than keys": _values_in_another_order,
     "values less their mean": _values_less_their_mean,
 }
-CONTROLS_OF = {  # by option
+CONTROLS_OF = {  # the controls of each option
     "causal": {"the diagonal one off": _diagonal_one_off},
     "window": {"a window one short": _window_one_short},
     "n_kv_heads": {"heads grouped the other way": _heads_grouped_the_other_way},

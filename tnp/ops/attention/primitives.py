@@ -35,10 +35,11 @@ class LaunchConfig(KernelConfig):
 
 
 def candidates(call: Call, configs: dict, masked: dict | None = None) -> tuple:
-    """Returns the entry for the problem's bytes per element and columns of a tile, or that of 64.
+    """Returns the candidates for the problem's bytes per element and columns of a tile.
 
-    float32 has no entry from 128 columns on: every tile spills there, which is slow but right. A
-    kernel that masks more than the ends of rows needs more registers: `masked` holds its default.
+    If `configs` has no entry for these columns, it returns the entry for 64 columns. float32 has no
+    entry from 128 columns on: every tile spills there, which is slow but right. A kernel that masks
+    more than the ends of rows needs more registers: `masked` holds its default.
     """
     p = call.problem
     width = triton.next_power_of_2(p["head_dim"])

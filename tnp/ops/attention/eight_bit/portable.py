@@ -95,7 +95,7 @@ def _attention_fwd_8bit_kernel(
 
 
 def configs(call: Call) -> tuple[Config, ...]:
-    """Returns the candidates, the default first. None was measured."""
+    """Returns the candidates, the default first."""
     return (Config(64, 4, 2), Config(128, 8, 2))
 
 

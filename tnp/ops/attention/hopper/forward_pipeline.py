@@ -68,7 +68,7 @@ class Pipeline:
     @gluon.jit
     def n_items(self):
         """Returns the most tiles that a program works on, whole or in part: see `item`."""
-        # Else the registers of a path around the loop would be merged with the loop's.
+        # Without these the registers of a path around the loop would be merged with the loop's.
         gl.assume(self.n_whole >= 0)
         gl.assume(self.n_whole < 2**30)
         return self.n_whole + 2

@@ -318,10 +318,10 @@ class FusedConfig(KernelConfig):
     num_stages: int
 
 
-# Candidates by bytes per element and columns of a tile, the default first. None spills on any
-# target, and those for masks do not spill with masks. In 16 bits at 64 columns, the defaults of
-# `separate` are the fastest of ten on an H200 (batch 4, 11,000 queries, 10,000 keys). The others,
-# not measured, are the largest tiles that do not spill.
+# Candidates by bytes per element and columns of a tile, the default first. `tnp.gates.compile`
+# checks that none spills, and that MASKED ones do not spill with masks. In 16 bits at 64 columns,
+# the defaults of `separate` are the fastest of ten on an H200 (batch 4, 11,000 queries, 10,000
+# keys). Other tiles are the largest that do not spill.
 DKDV_CONFIGS = {
     (2, 64): (LaunchConfig(32, 64, 4, 3), LaunchConfig(32, 64, 4, 2)),
     (2, 128): (LaunchConfig(16, 128, 8, 2),),
@@ -391,9 +391,9 @@ def _segments(call: Call, config: LaunchConfig) -> tuple[int, int]:
 def separate_counts(call: Call, config: SeparateConfig) -> tuple[float, ...]:
     """Returns what a launch's time is made of: see `Kernel.counts`.
 
-    These are the launch and a sum of partials. For dk and dv: an average multiprocessor's programs,
-    the query tiles that they walk, and those of one program. For dq: its programs, the key blocks
-    that they walk, and those of one program.
+    They are the launch, and whether partials are summed. For dk and dv: an average multiprocessor's
+    programs, the query tiles that they walk, and the query tiles of one program. For dq: an average
+    multiprocessor's programs, the key blocks that they walk, and the key blocks of one program.
     """
     n_segments, tiles = _segments(call, config.dkdv)
     keys = primitives.n_key_tiles(call, config.dkdv.block_n) / call.target.multiprocessors
