@@ -98,7 +98,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 def _with_gradient_of_x(call: Call) -> Reason:
     """Refuses the weight's gradient alone: gradients are made only if x needs one."""
     if call.wanted == ("weight",):
-        return "it gives the gradient of weight only together with that of x"
+        return "it gives the gradient of weight only together with the gradient of x"
     return None
 
 

@@ -54,7 +54,7 @@ PLACES = {
     "recompile_limit": "torch._dynamo.config:recompile_limit",  # see allow_graphs
     "list_mode_options": "torch._inductor:list_mode_options",
     # Triton's structures of Gluon kernels, and its launcher of compiled kernels.
-    "aggregate": "triton.language.core:_aggregate",  # in kernels of Gluon
+    "aggregate": "triton.language.core:_aggregate",  # for kernels of Gluon
     # Compiles kernels in a pool, and stands for a kernel until it is compiled.
     "AsyncCompileMode": "triton.runtime._async_compile:AsyncCompileMode",
     "FutureKernel": "triton.runtime._async_compile:FutureKernel",

@@ -68,11 +68,11 @@ def training_parameters(
 ) -> torch.Tensor:
     """Returns mixture parameters [B, N, K, 1 + 2·d_y] at targets.
 
-    Half of the targets see the buffer. The others see only the context, and some of them fill the
-    buffer. The paper draws the number of visible points; here each number from 1 to n occurs
-    equally often. Targets are taken in n turns of 2r. The first target of a turn enters the buffer,
-    and the last r see all points that have entered. So a target sees only points before it, and no
-    padding. Targets must be in random order.
+    Half of the targets see the buffer. The other targets see only the context, and some of them
+    fill the buffer. The paper draws the number of visible points; here each number from 1 to n
+    occurs equally often. Targets are taken in n turns of 2r. The first target of a turn enters the
+    buffer, and the last r see all points that have entered. So a target sees only points before it,
+    and no padding. Targets must be in random order.
     """
     n_target = x_target.shape[1]
     n = n_entering(model.config.buffer, n_target)

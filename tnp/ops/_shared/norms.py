@@ -24,11 +24,12 @@ from tnp.ops._shared.operands import dense
 from tnp.ops._shared.primitives import cast
 from tnp.ops._shared.rows import RowLayout, bound_sum, load_rows, programs, row_offsets
 
-# Elements of a tensor a thread in a block of rows: in 16 bits, they take two loads of 16 bytes.
+# Elements of a tensor that a thread has in a block of rows. In 16 bits they take two loads of 16
+# bytes.
 PER_THREAD = 16
 # The largest padded width of a row that a program holds: 16 warps of 128 registers a thread.
 MAX_HELD = 8192
-# Columns of a block of a wide row, and warps: two loads of 16 bytes a thread.
+# Columns of a block of a wide row, and warps. A thread makes two loads of 16 bytes.
 BLOCK, BLOCK_WARPS = 4096, 8
 # Rows up to this padded width share a program; a wider row has one or several warps.
 NARROW = 1024

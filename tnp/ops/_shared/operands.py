@@ -169,7 +169,7 @@ def of_up(up: torch.Tensor) -> Read:
 
 
 def of_down(down: torch.Tensor) -> Read:
-    """Returns the same function for down."""
+    """Returns a function from the float32 gradient of padded down to the gradient of `down`."""
     return _unpadded(down, -1, down.shape[-1])
 
 

@@ -283,10 +283,10 @@ def attention(
             the best of ours, or "auto".
 
     Returns:
-        [B, H, n_q, D] in q's dtype. Ours lie in memory as [B, n_q, H, D]. If `lse`, it is a pair
-        of that and log Σ e^(scale · q kᵀ) over the keys that a query sees. The latter is natural,
-        [B, H, n_q], in float32, or float64 for float64 inputs, and −inf if a query sees no key.
-        Gradients pass through both.
+        [B, H, n_q, D] in q's dtype. Ours lie in memory as [B, n_q, H, D]. If `lse`, it returns a
+        pair: this result, and log Σ e^(scale · q kᵀ) over the keys that a query sees. The logarithm
+        is natural, [B, H, n_q], in float32, or float64 for float64 inputs, and −inf if a query sees
+        no key. Gradients pass through both.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit together; a scale or window is out of

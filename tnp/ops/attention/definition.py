@@ -299,7 +299,7 @@ _KINDS = (
     ("bfloat16", 128, {"lse": True}),
 )
 # Batch, queries and keys: many keys and few; enough programs to fill a GPU, and too few. With the
-# last one the forward pass splits tiles along the keys.
+# last sizes the forward pass splits tiles along the keys.
 _SIZES = ((1, 1100, 1000), (64, 1100, 1000), (1, 564, 128), (64, 564, 64), (1, 3300, 3000))
 
 

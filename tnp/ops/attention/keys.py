@@ -218,7 +218,7 @@ def _tiles_kernel(
 
     There is a program for each sequence. With a causal mask, a tile of queries takes longer the
     more tiles of its sequence come before it, and a tile of keys the more come after it. The table
-    is sorted by that number, so that tiles that take as long follow one another, whatever their
+    is sorted by that number, so that equally long tiles follow one another, whatever their
     sequences. Tiles of queries begin with the shortest, because kernels take them from the last
     back. Tiles of keys begin with the longest.
 

@@ -105,7 +105,7 @@ def load_rows(ptr, offs_row, n_rows, stride_row, HEAD_DIM: tl.constexpr, MASKED:
     Columns past HEAD_DIM are 0. Rows past the end are 0 if MASKED, and else must not be loaded.
     """
     offs_d = tl.arange(0, tile_width(HEAD_DIM))
-    # 64-bit: 205,000 rows of a projection of 1,536 columns pass 2³¹ in a batch of 7.
+    # Offsets have 64 bits: 205,000 rows of a projection of 1,536 columns pass 2³¹ in a batch of 7.
     ptrs = ptr + offs_row.to(tl.int64)[:, None] * stride_row + offs_d[None, :]
     if tile_width(HEAD_DIM) > HEAD_DIM:
         inside = offs_d[None, :] < HEAD_DIM

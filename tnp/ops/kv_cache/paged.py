@@ -338,7 +338,7 @@ class PagedCache:
 
     def _require_valid(self, page_table: Tensor) -> None:
         version, of = self._tables.get(page_table, (None, ()))
-        # not from `page_table`, or changed since
+        # This table is not from `page_table`, or has changed since.
         if version is None or version != page_table._version:
             return
         for sample, (one, replaced) in enumerate(of):

@@ -72,8 +72,8 @@ def _centred(rows, weight, n_keys):
     index = (spread // CENTRE_ROWS).long()[..., None].expand(len(rows), -1, rows.shape[-1])
     with torch.no_grad():
         centre = rows.gather(1, index).mean(1, keepdim=True) @ weight.mT
-    # In one product: if subtracted later, the part that both have in common would already be
-    # rounded.
+    # One call multiplies and subtracts: if the mean were subtracted later, the part that keys and
+    # mean have in common would already be rounded.
     return torch.baddbmm(-centre, rows, weight.mT.expand(len(rows), -1, -1))
 
 

@@ -209,7 +209,7 @@ def _consumer(pipe, o_desc, part_ptr, vector_ptr, WARPGROUP: gl.constexpr):
             )
             mbarrier.arrive(pipe.q_empty.index(slot), count=1)
 
-            # Computed again: kept through the loops over keys it would take registers.
+            # These are computed again: kept through the loops over keys they would take registers.
             _index, bh, row, _n_rows, _keys, first, last = pipe.item(i)
             if i < pipe.n_whole:
                 offs_d = opaque(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUT)))

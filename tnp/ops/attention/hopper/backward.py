@@ -136,7 +136,9 @@ def separate_configs(call: Call) -> tuple[DkdvConfig, ...]:
 
 
 def fused_configs(call: Call) -> tuple[DkdvConfig, ...]:
-    """Returns the candidates, the default first. One is persistent if all items are as long."""
+    """Returns the candidates, the default first. One is persistent if all items are equally
+    long.
+    """
     found = separate_configs(call)
     p = call.problem
     if plain(p) and not p["n_keys"] and p["n_q"] < LONG_WALK:
@@ -202,7 +204,7 @@ def prepare_fused(*arguments):
 
 @backward
 def prepare_separate(*arguments):
-    """Prepares the same with dq added up in one order."""
+    """Prepares the statistics, dk and dv with dq added up in one order, and the rows of dq."""
     return _prepare(*arguments, ordered=True)
 
 

@@ -363,7 +363,7 @@ def _consume(
             else:
                 acc, l_i, m = attend(pipe, operand, step, keys, first, last, ONLINE)
 
-            # Computed again: kept through the loops over keys it would spill.
+            # These are computed again: kept through the loops over keys they would spill.
             _index, bh, row, n_rows, keys, first, last = pipe.item(i)
             row += WARPGROUP * ROWS
             sees = True
@@ -533,8 +533,8 @@ def _combine_kernel(
 ):  # fmt: skip
     """Writes rows of a split tile from its parts: Σ 2^(m − max m)·acc over Σ 2^(m − max m)·l.
 
-    CENTRED: `beside` holds a vector for each head, which is added to the rows. Else it is lse,
-    which is written.
+    CENTRED: `beside` holds a vector for each head, which is added to the rows. Otherwise the kernel
+    writes lse there.
     """
     split = tl.program_id(0)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)

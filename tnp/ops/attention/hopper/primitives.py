@@ -98,7 +98,8 @@ def tile_in_turn(i, n_tiles, of_head, section, rounds=None):
     """Returns a program's i-th tile of queries: its index, head of the batch, and tile in the head.
 
     There is no tile if the index is n_tiles or more. Each head has `of_head` tiles. Programs take
-    tiles there and back: tiles that see most keys come first, and all programs have as much to do.
+    tiles there and back: tiles that see most keys come first, and all programs have equally much to
+    do.
 
     Heads are taken in sections. A section's tiles go from the last to the first, each head in turn.
     `rounds`: how many rounds of programs a section takes, or None. If it is given, a section's last
