@@ -128,8 +128,8 @@ def within(operator: Operator, model: Mapping, run: Mapping) -> Problem | None:
 
 
 def partial_reference(case: Case, inputs: dict, gradients: dict | None) -> dict[str, tuple]:
-    """Returns exact results of the first head of the first sequence and the last head of the
-    last.
+    """Returns exact results of the first sequence's first head and the last sequence's last
+    head.
     """
     import torch
 
