@@ -29,7 +29,7 @@ class CudaJob:
         return digest(["CUDA C++", *nvrtc.identity(self.source, self.architecture)])
 
     def known(self) -> dict:
-        """Returns the columns of a row of table `kernels` that need no compiler, and two others."""
+        """Returns columns of table `kernels` that need no compiler, and `users` and `package`."""
         constants = dict(self.source.constants)
         del constants["TYPE"]  # the row's dtype
         return {

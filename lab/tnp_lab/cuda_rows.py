@@ -9,7 +9,7 @@ from tnp.ops._shared.rows import row_layout
 from tnp_lab import nvrtc
 from tnp_lab.launch import Bound
 
-PACK_BYTES = 16  # of one load or store
+PACK_BYTES = 16  # the most bytes of one load or store
 
 
 def vector(dtype: str, width: int, aligned: bool) -> int:

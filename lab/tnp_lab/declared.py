@@ -23,7 +23,7 @@ def by_cuda(
         name: names the implementation and its forward operation.
         op: the operator's name.
         kernel: "module:NAME" of the `Kernel`.
-        also: refuses calls, besides those that no CUDA C++ can serve.
+        also: refuses further calls, besides the calls that no CUDA C++ can serve.
         missing: says what is not installed.
         limits: other fields of `Implementation`; `backward` gives it gradients.
     """

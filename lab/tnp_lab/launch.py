@@ -25,9 +25,9 @@ class Bound(launcher.OtherLaunch):
 
     Args:
         source: the kernel and its constants.
-        capability: of the GPU to compile for, 90 for 9.0.
+        capability: the compute capability to compile for, 90 for 9.0.
         grid: blocks in up to three dimensions.
-        threads: of a block.
+        threads: the number of threads of a block.
         integers: sizes and strides, the same at every call.
         architecture: "sm_86", in place of the capability's own.
     """

@@ -39,11 +39,11 @@ ARCHITECTURES = {
 TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float"}
 # Packages that carry CUTLASS's headers, and where.
 CUTLASS = (
-    ("cutlass_library", "source", "include"),  # of nvidia-cutlass
+    ("cutlass_library", "source", "include"),  # from package nvidia-cutlass
     ("flashinfer", "data", "cutlass", "include"),
 )
 WARP = 32
-SHARED_LIMIT = 48 * 1024  # of a block that does not ask for more
+SHARED_LIMIT = 48 * 1024  # the most bytes of a block that does not ask for more
 
 Constants = tuple[tuple[str, str | int], ...]
 

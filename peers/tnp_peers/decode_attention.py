@@ -15,8 +15,8 @@ from tnp.dispatch.spec import Implementation, on_cuda
 from tnp_peers.support import both, sizes
 
 HEAD_DIMS = (64, 128)  # the sizes of our comparison
-WORKSPACE_BYTES = 128 * 1024 * 1024  # as FlashInfer's documentation recommends
-MOST_PLANNED = 64  # compositions, 8 MB of the device each
+WORKSPACE_BYTES = 128 * 1024 * 1024  # FlashInfer's documentation recommends this size
+MOST_PLANNED = 64  # compositions whose plans are kept
 
 
 def fa3(

@@ -21,8 +21,8 @@ MOST_MASKS = 16
 def _compiled_flex_attention() -> Callable:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # One kernel per shape. Past dynamo's limit of shapes, `fullgraph` raises where the default
-    # would go on uncompiled, with all scores in memory.
+    # A kernel is compiled for each shape. Past dynamo's limit of shapes, `fullgraph` raises where
+    # the default would go on uncompiled, with all scores in memory.
     return torch.compile(flex_attention, fullgraph=True, dynamic=False)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from tnp.dispatch.spec import Call, Implementation, Reason, on_cuda
 from tnp_peers.support import both, cuda_to
 
-MAX_WIDTH = 65536  # of a row that one program holds (its ops/utils.py)
+MAX_WIDTH = 65536  # a program holds rows up to this width (its ops/utils.py)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -98,7 +98,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 def _with_gradient_of_x(call: Call) -> Reason:
     """Refuses the weight's gradient alone: gradients are made only if x needs one."""
     if call.wanted == ("weight",):
-        return "it gives the gradient of weight only together with that of x"
+        return "it gives the gradient of weight only together with the gradient of x"
     return None
 
 

@@ -65,6 +65,6 @@ MLP = Implementation(
     dtypes=("bfloat16",),
     precision="e4m3",
     selectable=False,  # "auto:e4m3" is ours
-    compile="default",  # as its documentation recommends: this fuses the casts
+    compile="default",  # its documentation recommends it: this fuses the casts
     work=_work,
 )

@@ -93,6 +93,6 @@ def _require(operator: Operator, implementation: str, inputs: tuple) -> None:
 
 
 def forget() -> None:
-    """Drops every plan of this process, also those of compiled calls and of backward passes."""
+    """Drops every plan of this process, also plans of compiled calls and of backward passes."""
     for known in list(of_operator.values()):
         known.forget()

@@ -218,7 +218,7 @@ class _CustomCall(Differentiated):
         self.read_off = tuple((name, value) for name, value in content["read_off"])
         self.given = dict.fromkeys(content["given"], True)  # optional inputs
         self.found = catalog().load(custom.operator.name, self.implementation)
-        self._routes: dict[tuple[bool, ...], list[int | None]] = {}  # by absent gradients
+        self._routes: dict[tuple[bool, ...], list[int | None]] = {}  # keyed by absent gradients
 
     def forward(self, inputs: tuple, scalars: tuple) -> tuple[tuple, list]:
         """Returns the outputs and the saved tensors. `scalars` begin with the problem's sizes."""
@@ -264,7 +264,7 @@ class _CustomCall(Differentiated):
         return self._kernel(self.found.backward).empty(self.wanted, tuple(map(tuple, tensors)))
 
     def _kernel(self, operation: Operation) -> Kernel:
-        """Returns any kernel that saves in this form: their tensors have equal sizes."""
+        """Returns any kernel that saves in this form: all of them return tensors of equal sizes."""
         return next(iter(kernels_of(operation, self.saves).values()))
 
 
@@ -279,7 +279,7 @@ class CustomOperator:
     def __init__(self, operator: Operator) -> None:
         self.operator, self.plans = operator, plans(operator)
         self.n_tensors = len(operator.tensors)
-        self.call_of = lru_cache(MOST)(partial(_CustomCall, self))  # by the argument `call`
+        self.call_of = lru_cache(MOST)(partial(_CustomCall, self))  # keyed by argument `call`
         optional = ["?" if one in operator.optional else "" for one in operator.tensors]
         inputs = [f"Tensor{o} {one}, " for o, one in zip(optional, operator.tensors, strict=True)]
         scalars = [f"float {one}, " for one in operator.scalars]
@@ -292,7 +292,7 @@ class CustomOperator:
         _library.define(f"{name}_differentiable({given}) -> Tensor[]")
         _implement(name, self._forward, self._fake_forward)
         _implement(f"{name}_backward", self._backward, self._fake_backward)
-        for key in ("FuncTorchBatched", "Batched"):  # of torch.func, and of is_grads_batched
+        for key in ("FuncTorchBatched", "Batched"):  # torch.func, is_grads_batched
             _library.impl(f"{name}_backward", self._batched_backward, key)
         _library.impl(f"{name}_differentiable", self._differentiable, "CompositeImplicitAutograd")
         self.forward = getattr(torch.ops.tnp, name).default

@@ -37,7 +37,7 @@ def refusal(operator: Operator, implementation: str, what: str) -> RuntimeError:
 
 
 def has_tangent(tensors: Iterable[torch.Tensor | None]) -> bool:
-    """Returns whether a tensor has a tangent. Ask `in_forward_mode` first, which takes 0.05 µs."""
+    """Returns whether a tensor has a tangent. Ask `in_forward_mode` first, which costs less."""
     return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 

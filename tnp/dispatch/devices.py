@@ -25,7 +25,7 @@ class Target:
     model: str = ""  # "nvidia-h200": the name of its tuned table
     capability: int = 0  # 90 is 9.0
     multiprocessors: int = 1
-    shared_bytes: int = 0  # of a block
+    shared_bytes: int = 0  # the most shared memory that a block may use
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def of_device(device) -> Target:
 
 @contextmanager
 def on_meta(target: Target) -> Iterator[None]:
-    """Inside the block, tensors of the meta device stand for tensors of `target`."""
+    """Makes tensors of the meta device stand for tensors of `target` inside the block."""
     import torch
 
     device = torch.device("meta")

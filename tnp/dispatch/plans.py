@@ -234,7 +234,7 @@ class PlainPlan:
         return self.function(*inputs, *scalars, **self.options)
 
     def forward(self, inputs: tuple, scalars: tuple) -> tuple[tuple, tuple]:
-        """Returns the outputs, and tensors like those that a kernel would save."""
+        """Returns the outputs, and tensors like the tensors that a kernel would save."""
         outputs, (_, saved) = self.run(inputs, scalars), self.empty(inputs)
         return outputs if isinstance(outputs, tuple) else (outputs,), saved
 

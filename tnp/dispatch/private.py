@@ -26,7 +26,8 @@ Function = TypeVar("Function", bound=Callable)
 
 # Maps our name to the place.
 PLACES = {
-    # Reads a variable of the environment, by its encoded name, in 0.02 µs: os.environ takes 0.6.
+    # Reads a variable of the environment by its encoded name. `os.environ` encodes it at each
+    # look-up.
     "environment": "os:environ._data.get",
     # A plan's key and a call's path depend on these.
     "is_deterministic": "torch._C:_get_deterministic_algorithms",
@@ -39,7 +40,7 @@ PLACES = {
     "FUNCTIONALIZE": "torch._C:_functorch.TransformType.Functionalize",
     "is_batched_tensor": "torch._C:_functorch.is_batchedtensor",
     "is_legacy_batched_tensor": "torch._C:_functorch.is_legacy_batchedtensor",
-    "is_wrapped_tensor": "torch._C:_functorch.is_functorch_wrapped_tensor",  # in tnp.util.checks
+    "is_wrapped_tensor": "torch._C:_functorch.is_functorch_wrapped_tensor",  # for tnp.util.checks
     "forward_level": "torch.autograd.forward_ad:_current_level",  # see in_forward_mode
     # Hooks that may return other tensors than were saved; called with False.
     "saved_tensors_hooks": "torch._C:_autograd._top_saved_tensors_default_hooks",
@@ -53,7 +54,7 @@ PLACES = {
     "recompile_limit": "torch._dynamo.config:recompile_limit",  # see allow_graphs
     "list_mode_options": "torch._inductor:list_mode_options",
     # Triton's structures of Gluon kernels, and its launcher of compiled kernels.
-    "aggregate": "triton.language.core:_aggregate",  # in kernels of Gluon
+    "aggregate": "triton.language.core:_aggregate",  # for kernels of Gluon
     # Compiles kernels in a pool, and stands for a kernel until it is compiled.
     "AsyncCompileMode": "triton.runtime._async_compile:AsyncCompileMode",
     "FutureKernel": "triton.runtime._async_compile:FutureKernel",
@@ -62,7 +63,7 @@ PLACES = {
 # Only PyTorch for CUDA has these. Elsewhere they are None.
 CUDA_PLACES = {
     "current_device": "torch._C:_cuda_getDevice",  # torch.cuda.current_device does more
-    "current_stream": "torch._C:_cuda_getCurrentRawStream",  # in tnp_lab.launch
+    "current_stream": "torch._C:_cuda_getCurrentRawStream",  # for tnp_lab.launch
 }
 # Triton's versions whose launchers take their arguments in an order that `tnp.dispatch.launcher`
 # knows.
@@ -92,7 +93,7 @@ def __getattr__(name: str) -> Any:
 
 
 def in_forward_mode() -> bool:
-    """Returns whether a level of dual numbers is open. It costs 0.05 µs."""
+    """Returns whether a level of dual numbers is open."""
     return forward_ad._current_level >= 0
 
 
@@ -112,8 +113,8 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 def constant_in_graphs(function: Function) -> Function:
     """Decorates a function that torch.compile runs while it traces. The result is a constant.
 
-    torch.compiler.assume_constant_result does this too, but it imports Dynamo, which would double
-    the time that `import tnp` takes.
+    torch.compiler.assume_constant_result does this too, but it imports Dynamo, which would slow
+    down `import tnp`.
     """
     function._dynamo_marked_constant = True
     return function
@@ -135,8 +136,8 @@ def shorten_inductor_messages() -> None:
     """Makes Inductor's messages name operators without their arguments, as torch 2.13 does itself.
 
     For a log line Inductor formats the arguments of each new custom operator, nested as deeply as
-    the graph, even if nothing is logged. Compiling `fused` took 45 s with 3 blocks and more than
-    200 s with 12. Without the arguments 12 blocks took 24 s (torch 2.11, CPU).
+    the graph, even if nothing is logged. With torch 2.11 that takes most of the time to compile a
+    model of 12 blocks.
     """
     if torch.__version__ < "2.13":
         # slow to import, and needed only by torch.compile
@@ -163,7 +164,7 @@ def tensor_map_encoder() -> Callable[..., Any]:
 
 
 def prepare_interpreter_once() -> None:
-    """Makes Triton's interpreter prepare once in this process. Gates then take a third of the time.
+    """Makes Triton's interpreter prepare once in this process, so that gates take less time.
 
     The interpreter patches its language at every launch and every call of a helper. Here it does so
     once for each module of kernels. It also stops making a table of NumPy's dtypes at every cast,

@@ -1,9 +1,9 @@
 """Selects what serves a call: an implementation of the operator, a kernel of each operation.
 
 `tnp.dispatch.plans` asks, once for each plan. `describe` makes a `Call` of the inputs. A named
-implementation is taken if it can run here. "auto", and the kernel and its configuration, are chosen
-by the GPU's table (`tnp.dispatch.tuned_tables`) among those that can. The kernel's `prepare` then
-makes a launch, which ends in `tnp.dispatch.launcher`.
+implementation is taken if it can run here. For "auto" the GPU's table (`tnp.dispatch.tuned_tables`)
+chooses among the implementations that can run here. It also chooses the kernel and its
+configuration. The kernel's `prepare` then makes a launch, which ends in `tnp.dispatch.launcher`.
 """
 
 from __future__ import annotations

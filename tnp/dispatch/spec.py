@@ -76,7 +76,7 @@ class Case:
     """Holds a problem, and how its values are drawn. No choice depends on the values."""
 
     problem: Problem
-    # Read by the operator's `draw`. With ("forward_only", True) no gate asks for gradients.
+    # The operator's `draw` reads it. With ("forward_only", True) no gate asks for gradients.
     draw: Pairs = ()
 
     def __getitem__(self, name: str) -> Value:
@@ -172,7 +172,7 @@ class Kernel:
     prepare: Callable[..., Callable[..., Any]]
     supported: Support = anywhere
     configs: Callable[[Call], tuple[Any, ...]] = lambda call: (None,)  # the default first
-    options: tuple[str, ...] = ()  # that it takes
+    options: tuple[str, ...] = ()  # the options that it takes
     saves: str = ""  # the form of the saved tensors; a backward kernel names the form it reads
     nondeterministic: tuple[str, ...] = ()  # results whose sums have no fixed order
     # If it is None, or returns None for a call, no time is predicted.
@@ -246,7 +246,7 @@ class Implementation:
     supported: Support = anywhere  # called last: see `limits`
     missing: Callable[[], Reason] = lambda: None  # a sentence that names a missing package
     dtypes: tuple[str, ...] = FLOATS
-    options: tuple[str, ...] = ()  # that it takes
+    options: tuple[str, ...] = ()  # the options that it takes
     gradients: tuple[str, ...] | None = None  # gradients that it gives; None: all; (): forward only
     provider: str = OWN  # "torch", or the package that brings it
     precision: str = ""  # "e4m3", "int8": below the problem's dtype; only "auto:e4m3" takes it
@@ -323,7 +323,7 @@ class Operator:
     draw: Callable[[Case, Any], dict[str, Any]]  # (case, random) → tensors by name: see above
     reference: Callable[..., Any]  # (*inputs, *scalars, **options) in any float dtype
     work: Callable[[Case, str], Work]  # (case, "forward" or "backward")
-    cases: Callable[[Target], Iterable[Case]]  # of its gate
+    cases: Callable[[Target], Iterable[Case]]  # the cases of its gate
     family: str = ""  # the variant's key that chooses its implementation; "": its own name
     differentiated: tuple[str, ...] = ()
     # Numbers that no choice depends on, such as scale or eps, with the values that gates pass.
@@ -336,14 +336,15 @@ class Operator:
     keeps: tuple[str, ...] | None = None
     budget: Budget = Budget()
     condition: Callable[[Case, dict], Any] | None = None  # see above
-    # broken references that the gate must reject
+    # Broken references that the gate must reject.
     controls: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    # Likewise by option, for the gates of implementations that take it.
+    # More broken references by option, for the gates of implementations that take the option.
     controls_of: Mapping[str, Mapping[str, Callable[..., Any]]] = field(default_factory=dict)
     # Takes the inputs, and returns the inputs that hold lengths, with other lengths in them.
     other_lengths: Callable[[dict], dict[str, Any]] = lambda inputs: {}
-    # (case, inputs) → for each number out of range: inputs that have it; inputs that have the
-    # nearest in range, {} for those given; and by result, bool, where that must be NaN.
+    # (case, inputs) → three dictionaries for each number out of range: the inputs that hold it; the
+    # same inputs with the nearest number in range, or {} for the given inputs; and for each result
+    # a bool tensor that is True where the result must be NaN.
     out_of_range: Callable[[Case, dict], Iterable[tuple[dict, dict, dict]]] = lambda *_: ()
     partial_reference: Callable[[Case, dict, dict | None], dict[str, Any]] | None = (
         None  # see above

@@ -132,7 +132,7 @@ def _ranked(
 
 
 def _own(of: str, operator: Operator, call: Call) -> Iterator[Entry]:
-    """Yields the entries of the problem, then those without its options that change no choice.
+    """Yields the entries of the problem, then the entries with only its `Operator.fixed` options.
 
     An entry for the call's mode comes before one for every mode.
     """

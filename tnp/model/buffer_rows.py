@@ -26,8 +26,8 @@ def behind(lengths: torch.Tensor, n_first: int, n: int) -> torch.Tensor:
     """Returns the order, int64 [B, n_first + n], in which n rows follow each sample's first
     lengths[b].
 
-    A sample has n_first rows, of which the first lengths[b] are no padding, and then n others.
-    Padding comes last.
+    A sample has n_first rows, of which the first lengths[b] are real, and then n more rows. Padding
+    comes last.
     """
     place = torch.arange(n_first + n, device=lengths.device)
     moved = (place + n_first - lengths[:, None]).clamp(max=n_first + n - 1)
@@ -64,8 +64,8 @@ def _in_elements_of(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _split(x: torch.Tensor, sizes: tuple[int, ...], n: int) -> tuple[torch.Tensor, ...]:
-    """Splits rows [B, L, H, D] into rows that see only the context, and G groups of n rows beside
-    the buffer. The former are the first and the last of L.
+    """Splits rows [B, L, H, D] into rows that see only the context, which are the first and the
+    last of L, and G groups of n rows beside the buffer.
 
     Group g of head h becomes head h · G + g, which reads keys of head h: [B, n, H · G, D].
     """
@@ -96,7 +96,7 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        if torch.is_grad_enabled():  # with create_graph
+        if torch.is_grad_enabled():  # the backward pass has create_graph
             return _Join.apply(ctx.sizes, ctx.n, *gradients), None, None
         return _join(ctx.sizes, *gradients), None, None
 
@@ -165,7 +165,7 @@ class BufferedRows:
     n_buffer: int
     n_groups: int
     n_rows: int
-    lengths: torch.Tensor | None  # int32 [B], of the context
+    lengths: torch.Tensor | None  # int32 [B], points of each context
 
     def refuses(self, implementation: str | None, q: torch.Tensor, k: torch.Tensor) -> str | None:
         """Returns why this `buffered_attention` cannot serve q and keys, or None."""
@@ -185,7 +185,7 @@ class BufferedRows:
     def at_once(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, base2: bool, implementation: str
     ) -> torch.Tensor:
-        """Returns [B, rows of q, width] from one launch. The arguments are those of `around`."""
+        """Returns [B, rows of q, width] from one launch, for the same rows as `around`."""
         o = buffered_attention(
             q, k, v, self.n_buffer, n_groups=self.n_groups, all_rows=q.shape[2] == self.n_rows,
             n_keys=self.lengths, base2=base2, implementation=implementation,
@@ -203,7 +203,7 @@ class BufferedRows:
             heads: takes q [B, H, n_q, D], keys and values, and returns [B, n_q, H · D]. The
                 gradients that it returns for keys and values are changed in place, so nothing else
                 may keep them.
-            q: [B, H, rows, D], of all rows, or only of followers and others.
+            q: [B, H, rows, D]: all rows, or only rows of followers and other targets.
             k, v: [B, H, n_context + n_buffer, D].
         """
         m, n = self.n_context, self.n_buffer

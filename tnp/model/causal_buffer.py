@@ -36,11 +36,11 @@ def parameters(
     """Returns mixture parameters [B, N, K, 1 + 2·d_y] at all targets, in one pass.
 
     Args:
-        model: with a buffer.
-        context: in the model's units, without padding; so are all others.
+        model: a model with a buffer.
+        context: the context. All points are in the model's units, with zeros in place of padding.
         buffer: n points, in the order in which they enter.
-        x_target: [B, N, d_x]: n_groups · n followers, group after group, and then others.
-        n_groups: groups of followers.
+        x_target: [B, N, d_x]: n_groups · n followers, group after group, and then other targets.
+        n_groups: how many groups of followers there are.
     """
     m, n = context.x.shape[1], buffer[0].shape[1]
     x, y = (torch.cat(both, 1) for both in ((context.x, buffer[0]), (context.y, buffer[1])))
@@ -68,11 +68,11 @@ def training_parameters(
 ) -> torch.Tensor:
     """Returns mixture parameters [B, N, K, 1 + 2·d_y] at targets.
 
-    Half of the targets see the buffer. The others see only the context, and some of them fill the
-    buffer. The paper draws the number of visible points; here each number from 1 to n occurs
-    equally often. Targets are taken in n turns of 2r. The first target of a turn enters the buffer,
-    and the last r see all points that have entered. So a target sees only points before it, and no
-    padding. Targets must be in random order.
+    Half of the targets see the buffer. The other targets see only the context, and some of them
+    fill the buffer. The paper draws the number of visible points; here each number from 1 to n
+    occurs equally often. Targets are taken in n turns of 2r. The first target of a turn enters the
+    buffer, and the last r see all points that have entered. So a target sees only points before it,
+    and no padding. Targets must be in random order.
     """
     n_target = x_target.shape[1]
     n = n_entering(model.config.buffer, n_target)
@@ -125,7 +125,7 @@ class Buffer:
     """Keeps keys and values of a context, and of the points that have entered after it.
 
     Args:
-        model: with a buffer.
+        model: a model with a buffer.
         encoding: the encoded context.
         room: how many points may enter, and by how many points a later context may be longer, in
             all.
@@ -243,7 +243,7 @@ class Buffer:
         return model.heads(h, update)
 
     def behind(self, x_target: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Returns the same at a target after a point enters, x [B, 1, d_x] and y [B, 1, d_y].
+        """Returns parameters at x_target after a point enters, x [B, 1, d_x] and y [B, 1, d_y].
 
         The call waits for nothing and keeps its memory in place, so a graph can replay it. The
         caller must check that there is room.

@@ -157,9 +157,9 @@ class Embedding(nn.Module):
         x_target: torch.Tensor,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Returns the same if the last `n_buffer` of the known points are in the buffer."""
+        """Embeds the same points, of which the last `n_buffer` known ones are in the buffer."""
         h = self(x_known, y_known, x_target, dtype)
-        # Not `h[:, …] += …`, which also assigns the sum: the gradient of h would be copied twice.
+        # `h[:, …] += …` would also assign the sum, and so copy the gradient of h twice.
         h.narrow(1, x_known.shape[1] - n_buffer, n_buffer).add_(self.role.to(dtype))
         return h
 
@@ -311,7 +311,7 @@ class MLP(HiddenLayer):
         return h, mlp(x, self.up, self.down, implementation=self.variant.mlp)
 
     def of_few(self, h: torch.Tensor, update: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the same without a gradient, for a few rows in two launches."""
+        """Runs `forward` without a gradient, in two launches for a few rows."""
         if not self.norm.takes_product(h):
             return self(h, update)
         h, hidden = self.norm.times(h, update, self.up, silu=True)

@@ -23,9 +23,9 @@ class Draws:
     """Draws a joint sample [B, N, d_y], one target after another.
 
     Args:
-        model: with a buffer.
+        model: a model with a buffer.
         x_target: [B, N, d_x] in the user's units, in the order of the draws.
-        captures: captures the draw of a target after others; None: every draw is launched.
+        captures: captures the draw of every target after the first; None: every draw is launched.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Converts values from the user's units to those of a model, and back."""
+"""Converts values from the user's units to a model's units, and back."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Normalization(nn.Module):
         values are all equal keeps its unit.
 
         Raises:
-            ValueError: there is no point, a dimension has no value, or a value is infinite or no
+            ValueError: there is no point, a dimension has no value, or a value is infinite or not a
                 number.
         """
         numbers = []
@@ -92,7 +92,8 @@ class Normalization(nn.Module):
                 if np.isinf(of).any() or np.isnan(of).all():
                     value = "infinite" if np.isinf(of).any() else "missing in every point"
                     raise ValueError(f"{name}, dimension {at}, is {value}: it must be finite")
-            # Centred and scaled first, so that neither a large mean nor a square loses digits.
+            # Values are centred and scaled first, so that neither a large mean nor a square loses
+            # digits.
             low, high = np.nanmin(flat, 0) / 2, np.nanmax(flat, 0) / 2
             centre, spread = high + low, high - low
             is_constant = spread == 0

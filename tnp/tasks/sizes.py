@@ -29,7 +29,7 @@ def draw_sizes(
 
     Args:
         seed, step: decide the sizes.
-        ranges: from and to, both included. All sizes are equally likely.
+        ranges: pairs (from, to), both included. All sizes are equally likely.
         log: whether logarithms of sizes are spread evenly instead. Then as many tasks have 100 to
             1,000 points as 1,000 to 10,000.
         together: the largest sum of all sizes. Earlier sizes limit later ones.

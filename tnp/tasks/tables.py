@@ -37,7 +37,7 @@ def functions_of_table(
     Raises:
         TypeError: the table has no named columns.
         ValueError: a named column does not exist, or columns have different lengths or no rows.
-        ValueError: a value is missing, infinite, a date, a duration, or no number.
+        ValueError: a value is missing, infinite, a date, a duration, or not a number.
     """
     table = _table(table)
     for name, of in (("x", x), ("y", y)):

@@ -344,7 +344,7 @@ def as_lengths(name: str, lengths: Any, batch: int, n_points: int) -> torch.Tens
     if not isinstance(lengths, torch.Tensor):
         lengths = as_integers(name, lengths)
     if not (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool):
-        # Before the cast, which may turn a large number into a small one.
+        # This is checked before the cast, which may turn a large number into a small one.
         _require_range(name, lengths, n_points)
         lengths = lengths.to(torch.int32)
     check_lengths(name, lengths, batch, n_points)

@@ -1,4 +1,4 @@
-"""Converts values from the user's units and dtype to those of a model."""
+"""Converts values from the user's units and dtype to a model's units and dtype."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Units:
-    """Converts x and y from the user's units to those of a model."""
+    """Converts x and y from the user's units to a model's units."""
 
     normalization: Normalization | None
     compute_dtype: torch.dtype

@@ -122,7 +122,7 @@ def fit(
     Raises:
         ValueError: an argument is out of range, or a state is damaged or belongs to another model.
         TypeError: an argument has another type, or `tasks` gives something that is no `Task`.
-        RuntimeError: the held-out log-likelihood is no number: training diverged.
+        RuntimeError: the held-out log-likelihood is NaN or infinite: training diverged.
     """
     if not isinstance(step, TrainingStep):
         raise TypeError(f"step is a {type(step).__name__}: it must be a TrainingStep")

@@ -120,7 +120,7 @@ class TrainingStep:
         """Changes the learning rate of later steps.
 
         Raises:
-            ValueError: the rate is no number, negative or not finite.
+            ValueError: the rate is not a number, negative, or not finite.
         """
         learning_rate = _not_negative("learning_rate", learning_rate)
         for group in self.optimizer.param_groups:
@@ -248,7 +248,7 @@ def _compiled(model: TransformerNP, dynamic: bool | None) -> Callable[..., torch
     shorten_inductor_messages()
     mode = COMPILE_MODES[model.variant.compile]
     # Gates compare the layouts of our operators with their fakes. Compiled code would compare them
-    # again at every call, for a tenth of a step's host time. TNP_CHECK=1 turns that on.
+    # again at every call, which takes host time. TNP_CHECK=1 turns that on.
     options = {"size_asserts": asserts()}
     if mode:
         from tnp.dispatch.private import list_mode_options  # Inductor is slow to import
@@ -260,8 +260,8 @@ def _compiled(model: TransformerNP, dynamic: bool | None) -> Callable[..., torch
         # By its own notes, this analysis does not support symbolic sizes. It ends in an assertion
         # (torch 2.11 on an H200; pytorch/pytorch issue 197077).
         options["triton.coalesce_tiling_analysis"] = False
-        # Else Inductor compiles twice, 45 s for 12 blocks: above some size, two reductions over one
-        # tensor are faster fused (torch 2.11 on an H200).
+        # Without this option Inductor compiles twice (12 blocks took 45 s): above some size, two
+        # reductions over one tensor are faster fused (torch 2.11 on an H200).
         options["triton.mix_order_reduction_non_strict_mode"] = True
     return torch.compile(model.nll, fullgraph=True, options=options, dynamic=dynamic)
 

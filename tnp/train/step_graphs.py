@@ -89,7 +89,7 @@ class StepGraphs:
             self._n_eager += 1
             return loss
         if one.replay is None:
-            # Else memory of the eager steps would stay allocated beside the graphs' memory.
+            # Otherwise memory of the eager steps would stay allocated beside the graphs' memory.
             torch.cuda.empty_cache()
             self._graphs.capture(one, run)
             one.kept = self._watch()

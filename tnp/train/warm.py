@@ -2,8 +2,8 @@
 
     python -m tnp.train.warm --batch 64 --n-context 64 --n-target 500
 
-fills Triton's cache, and that of CUDA C++, for training steps of these sizes. `TrainingStep` does
-the same in its first call, and the gates of operators ahead of their first case.
+fills the caches of Triton and of CUDA C++ for training steps of these sizes. `TrainingStep` does
+the same in its first call. The gates of operators do it before their first case.
 
 A dry pass runs the same calls on tensors of the meta device, which have no memory and no values.
 Plans are made as for the GPU, and each launch hands its kernel to a pool of threads. Triton's

@@ -25,7 +25,7 @@ def as_floats(what: str, values: Any) -> torch.Tensor:
         values: an array, a column, a list or a tensor. The result is on the CPU, without a graph.
 
     Raises:
-        ValueError: a value is a date, a duration, text that is no number, complex, or an array.
+        ValueError: a value is a date, a duration, text that is not a number, complex, or an array.
     """
     if isinstance(values, torch.Tensor):
         _require_plain(what, values)

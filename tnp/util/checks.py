@@ -64,7 +64,7 @@ def _python_number(value: Any) -> Any:
 def switched_on(variable: str, on: str, off: tuple[str, ...] = ("",)) -> bool:
     """Returns whether an environment variable has the value that switches something on.
 
-    Raises ValueError for any value but that one and those in `off`.
+    Raises ValueError for any value other than `on` and the values in `off`.
     """
     value = os.environ.get(variable, "")
     if value != on and value not in off:

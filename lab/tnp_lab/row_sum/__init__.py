@@ -57,8 +57,9 @@ LANES = 256  # each adds up its share of a row, one number after another
 def condition(case, inputs) -> float:
     """Returns the relative error of float32 when LANES partial sums are added up as a tree.
 
-    On average a number goes through half the additions of its lane, and through all of the tree.
-    Each addition rounds by at most 2⁻²⁴ of its sum, and by 1/√3 of that in the mean square.
+    On average a number goes through half the additions of its lane, and through all additions of
+    the tree. Each addition rounds by at most 2⁻²⁴ of its sum, and in the mean square by 1/√3 of
+    this.
     """
     x = inputs["x"].double()
     additions = x.shape[-1] / (2 * LANES) + (LANES - 1).bit_length()

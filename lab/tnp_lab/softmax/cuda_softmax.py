@@ -10,7 +10,7 @@ from tnp_lab.softmax import ONE_PASS_WIDTH
 
 THREE_PASSES = "tnp_lab.softmax.three_passes:softmax_three_passes"
 ONE_PASS = "tnp_lab.softmax.one_pass:softmax_one_pass"
-THREADS = 256  # of a block of `three_passes.cu`, at any width
+THREADS = 256  # threads of a block of `three_passes.cu`, at any width
 # A thread of `one_pass.cu` holds HELD numbers before a row gets more threads. It then waits for two
 # loads of 16 bytes at once. ROWS rows share a block if a warp holds a row.
 HELD, MOST_THREADS, ROWS = 16, 1024, 4

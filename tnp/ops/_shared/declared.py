@@ -78,7 +78,7 @@ def cases_by_dtype(operator: Operator, described: Mapping[str, Iterable[tuple]])
 
 
 def left_out_by_tf32(case: Case, inputs: Mapping[str, Tensor]) -> float:
-    """Returns the error of three TF32 products without the product of both low parts."""
+    """Returns the error of leaving out the product of both low parts, of four TF32 products."""
     return 2.0**-22 if case.problem.dtype == "float32" else 0.0
 
 

@@ -76,7 +76,7 @@ def after_loads(x):
 def add_dot_in_parts(a, w, acc, PARTS: tl.constexpr):
     """Returns acc + a wᵀ for a [M, K] and w [N, K]. Each warp multiplies an equal part of K.
 
-    With one part, all warps would go through all of K, one product after the other.
+    With PARTS = 1, every warp goes through all of K, one product after another.
     """
     if PARTS == 1:
         return add_dot(a, tl.trans(w), acc)

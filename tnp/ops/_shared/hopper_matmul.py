@@ -43,9 +43,10 @@ K = 512  # x then fills shared memory, except for the blocks of w
 REGISTERS = gl.constexpr(240)
 DTYPES = {"bfloat16": gl.bfloat16, "float16": gl.float16}
 IN_MEMORY = DTYPES | {"float8_e4m3fn": gl.float8e4nv}
-CAPABILITY = 90  # and no other
+CAPABILITY = 90  # these kernels run on no other
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-# For 8-bit operands. An instruction takes twice as many, and its sums have the layout of ACC.
+# The layout of sums of 8-bit products. An instruction takes twice as many numbers, and its sums
+# have the layout of ACC.
 ACC_8BIT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
 QUARTER_ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
@@ -154,7 +155,7 @@ def multiply(pipe, tile, WARPGROUP: gl.constexpr):
     SUMS: gl.constexpr = ACC_8BIT if pipe.x.dtype == gl.float8e4nv else ACC
     upper = gl.zeros([ROWS, TILE], gl.float32, SUMS)
     lower = gl.zeros([ROWS, TILE], gl.float32, SUMS)
-    # Opaque, or the addresses of all blocks would be kept for all tiles, and spill.
+    # Without `opaque` the addresses of all blocks would be kept for all tiles, and spill.
     nothing = opaque(0)
     for k in gl.static_range(pipe.K_BLOCKS):
         stage, phase = pipe.stage(tile, k)
@@ -182,7 +183,7 @@ def multiply(pipe, tile, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def quarters(half):
-    """Returns the first 64 columns of a half, and the others."""
+    """Returns the first 64 and the last 64 columns of a half."""
     first, second = gl.split(gl.permute(gl.reshape(half, [ROWS, 2, BLOCK_K]), (0, 2, 1)))
     return (
         gl.convert_layout(first, QUARTER_ACC, assert_trivial=True),

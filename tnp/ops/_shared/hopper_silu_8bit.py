@@ -95,7 +95,7 @@ def _dsilu(
     WARPGROUP: gl.constexpr, IN_16: gl.constexpr, IN_8: gl.constexpr,
 ):  # fmt: skip
     for tile in range(pipe.first + WARPGROUP, pipe.last, 2):
-        # Read before the product, so that they arrive meanwhile.
+        # The slopes are read before the product, so that they arrive meanwhile.
         slopes = load_slopes(slope_ptr, tile)
         halves = multiply(pipe, tile, WARPGROUP)
         row = tile // pipe.n_columns * TILE
@@ -124,7 +124,7 @@ def matmul_silu_hopper_8bit_kernel(
     x_desc, w_desc, h8_desc, h_desc, slope_ptr, x_scale_ptr, w_scale_ptr, h_scale_ptr,
     n_rows, n_columns, K_BLOCKS: gl.constexpr, STAGES: gl.constexpr, SAVES: gl.constexpr,
 ):  # fmt: skip
-    """Writes h8, and if SAVES also h in 16 bits and the slope, else not used."""
+    """Writes h8. If SAVES it also writes h in 16 bits and the slope, else these are unused."""
     pipe = pipeline(x_desc, w_desc, n_rows, n_columns, 1, K_BLOCKS, STAGES, False, 0)
     buffers8 = _buffers(h8_desc)
     buffers = _buffers(h_desc) if SAVES else buffers8
@@ -148,7 +148,7 @@ def matmul_dsilu_hopper_8bit_kernel(
     n_rows, n_columns, K_BLOCKS: gl.constexpr, STAGES: gl.constexpr,
     IN_16: gl.constexpr, IN_8: gl.constexpr,
 ):  # fmt: skip
-    """Writes dz8 if IN_8, and dz if IN_16. The descriptor of the other is not used."""
+    """Writes dz8 if IN_8, and dz if IN_16. A result that is not written is unused."""
     pipe = pipeline(dy_desc, w_desc, n_rows, n_columns, 1, K_BLOCKS, STAGES, False, 0)
     buffers8 = _buffers(dz8_desc)
     buffers = _buffers(dz_desc)

@@ -21,7 +21,7 @@ from tnp.ops._shared.hopper_matmul import BLOCK_K, QUARTER_ACC, ROWS, TILE
 ZERO, ONE = gl.constexpr(22), gl.constexpr(234)  # codes of these slopes
 # A float32 from 2²³ on has a whole number in its lowest bits: with ZERO added, a code.
 WHOLE = gl.constexpr(8388608.0)
-# A thread's 32 values of a quarter [64, 64] of a tile, in groups of 16 bytes.
+# The layouts in which a thread has its 32 values of a quarter [64, 64], in groups of 16 bytes.
 BY_8 = gl.constexpr(gl.BlockedLayout([1, 8], [32, 1], [4, 1], [1, 0]))
 BY_16 = gl.constexpr(gl.BlockedLayout([1, 16], [32, 1], [4, 1], [1, 0]))
 

@@ -1,4 +1,4 @@
-"""Scales, in the backward pass, the gradient that a loss's forward pass has computed."""
+"""Scales the gradient that a loss's forward pass has computed, in the backward pass."""
 
 import triton
 import triton.language as tl

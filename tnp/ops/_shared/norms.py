@@ -24,11 +24,12 @@ from tnp.ops._shared.operands import dense
 from tnp.ops._shared.primitives import cast
 from tnp.ops._shared.rows import RowLayout, bound_sum, load_rows, programs, row_offsets
 
-# Elements of a tensor a thread in a block of rows: in 16 bits, they take two loads of 16 bytes.
+# Elements of a tensor that a thread has in a block of rows. In 16 bits they take two loads of 16
+# bytes.
 PER_THREAD = 16
 # The largest padded width of a row that a program holds: 16 warps of 128 registers a thread.
 MAX_HELD = 8192
-# Columns of a block of a wide row, and warps: two loads of 16 bytes a thread.
+# Columns of a block of a wide row, and warps. A thread makes two loads of 16 bytes.
 BLOCK, BLOCK_WARPS = 4096, 8
 # Rows up to this padded width share a program; a wider row has one or several warps.
 NARROW = 1024
@@ -70,9 +71,10 @@ class ColumnsConfig:
     num_stages: int
 
 
-# The first candidate is the fastest on an H200 for 36,096 rows of 512 in bfloat16, cold. RMSNorm
-# takes 38.0 µs forward (others 38.3–39.4) and 41.7 backward with its reduction (others 42.3–55.7).
-# There a single warp sums rows by shuffles, and twelve warps keep enough loads in flight.
+# The first candidate is the fastest on an H200 for 36,096 rows of 512 in bfloat16, cold. With it
+# RMSNorm takes 38.0 µs forward (with the other two 38.3–39.4), and 41.7 backward with its reduction
+# (42.3–55.7). In the backward pass a single warp sums rows by shuffles, and twelve warps keep
+# enough loads in flight.
 NARROW_FORWARD = (ForwardConfig(2048, 4), ForwardConfig(1024, 4), ForwardConfig(1024, 2))
 NARROW_BACKWARD = (
     BackwardConfig(512, 1, 12, 3),
@@ -89,8 +91,8 @@ def forward_configs(call: Call) -> tuple[ForwardConfig, ...]:
         return NARROW_FORWARD
     warps = block // PER_THREAD // 32
     found = ForwardConfig(block, warps), ForwardConfig(block, warps // 2)
-    # On an H200, RMSNorm of 4,096 columns takes 2.8 against 3.0 µs for 128 rows, and 68.7 against
-    # 66.2 for 16,384 rows, where memory bandwidth allows 63.
+    # On an H200, RMSNorm of 4,096 columns takes 2.8 µs with more warps and 3.0 with fewer for 128
+    # rows, and 68.7 and 66.2 for 16,384 rows. Memory bandwidth allows 63.
     few = call.problem["rows"] <= 4 * call.target.multiprocessors
     return found if few else found[::-1]
 

@@ -9,8 +9,9 @@ import triton.language as tl
 # `dot` upcasts there, and `cast` rounds first. It also takes e4m3's code of NaN for a number.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
-# Three TF32 products per float32 product: float32's accuracy on the tensor cores. The exact product
-# ("ieee") runs on the FMA units. There the compiler keeps whole tiles in a thread, and spills.
+# Three TF32 products replace a float32 product: they have float32's accuracy on the tensor cores.
+# The exact product ("ieee") runs on the FMA units. There the compiler keeps whole tiles in a
+# thread, and spills.
 FLOAT32_PRECISION = tl.constexpr("tf32x3")
 
 # The largest number of e4m3, and the number that its code of NaN would be.

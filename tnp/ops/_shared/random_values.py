@@ -59,7 +59,7 @@ class Upstream:
 
     def __init__(self, random: Random, drawn: dict) -> None:
         self._random, self._drawn = random, drawn
-        self.known: dict[str, torch.Tensor] = {}  # by output, the gradients drawn so far
+        self.known: dict[str, torch.Tensor] = {}  # the gradients drawn so far, by output
 
     def __call__(self, output: str, like: torch.Tensor) -> torch.Tensor:
         """Draws the gradient of an output with the shape and dtype of `like`."""

@@ -14,7 +14,7 @@ ROUNDING = 2.0**-48 / 3
 # An exponential or a logarithm on a GPU is accurate to two units in the last place, which are 4 u.
 EXPONENTIAL = 16 * ROUNDING
 
-Floors = dict[str, float]  # by the result's name
+Floors = dict[str, float]  # each result's floor
 
 
 def of_sum(n: int | torch.Tensor, total: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ class RowLayout:
 
     copied: bool  # the tensor itself cannot be read in this way
     n_inner: int  # L
-    strides: tuple[int, int]  # of B and L
+    strides: tuple[int, int]  # the strides of B and L
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
         """Returns a tensor of this layout as the kernel takes it."""

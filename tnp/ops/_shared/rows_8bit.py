@@ -26,7 +26,7 @@ from tnp.ops._shared.e4m3 import LEAST
 from tnp.ops._shared.primitives import cast, exponent, inverse, power
 
 E4M3 = torch.float8_e4m3fn
-ELEMENTS = 8192  # of a program: 64 for each thread
+ELEMENTS = 8192  # elements of a program: 64 for each thread
 WIDEST = 2048  # the most columns that a program keeps; it reads wider rows twice
 NUM_WARPS = 4
 _LEAST = tl.constexpr(LEAST)
@@ -37,8 +37,8 @@ class InRows(NamedTuple):
 
     x: Tensor  # [R, C] e4m3, contiguous
     scale: Tensor  # [R] float32
-    # float32: without given norms, the largest row norm of each program's rows. With norms, [R],
-    # the scales of the product's rows.
+    # It is float32. Without given norms it holds the largest row norm of each program's rows. With
+    # norms it holds the scales of the product's rows, [R].
     bound: Tensor
 
 
@@ -70,7 +70,7 @@ def _quantize_rows_kernel(
             largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
     e = exponent(largest, _LEAST)
     units = inverse(largest, e)[:, None]
-    # Of scaled elements, so that squares neither overflow nor vanish.
+    # Squares of scaled elements neither overflow nor vanish.
     squares = tl.zeros([BLOCK_R], tl.float32)
     x8_ptrs = x8_ptr + rows.to(tl.int64)[:, None] * n_out_columns
     mask = (rows < n_out_rows)[:, None]
@@ -110,7 +110,7 @@ def rows_quantizer(
     factor by which results may exceed the product's elements.
 
     Args:
-        x: of any float dtype.
+        x: a tensor of any float dtype.
         shape: the matrix's shape, from the tensor's first element on.
         strides: the matrix's strides.
         padded: the shape after padding with zeros; None: no padding.

@@ -41,8 +41,8 @@ class MatmulConfig(KernelConfig):
     num_stages: int
 
 
-# By bytes per element; none spills on any target. In 8 bits a tile of 128 columns spills if the
-# backward epilogue writes both results (sm_100a, triton 3.6).
+# The tiles by bytes per element. `tnp.gates.compile` checks that none spills. In 8 bits a tile of
+# 128 columns would spill if the backward epilogue writes both results (sm_100a, triton 3.6).
 CONFIGS = {
     1: MatmulConfig(128, 64, 64, 8, 3),
     2: MatmulConfig(128, 128, 64, 8, 3),
@@ -55,8 +55,8 @@ def sigmoid(z, dtype: tl.constexpr):
     """Computes σ(z) in float32, accurate enough for results in `dtype`."""
     if INTERPRETED or dtype != tl.bfloat16:
         return 1.0 / (1.0 + tl.exp(-z))
-    # One special-function operation instead of two. Its error is at most 2⁻¹², an eighth of
-    # bfloat16's.
+    # tanh takes one special-function operation instead of two. Its error is at most 2⁻¹², an eighth
+    # of bfloat16's.
     tanh = tl.inline_asm_elementwise(
         "tanh.approx.f32 $0, $1;", "=f,f", [0.5 * z], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -80,7 +80,7 @@ def load_tile(
     ROWS_MASKED: tl.constexpr, COLUMNS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """Loads a tile of a [n_rows, n_columns] matrix; elements past a masked end are 0."""
-    # 64-bit: 205,000 rows of 14,080 columns pass 2³¹.
+    # Offsets have 64 bits: 205,000 rows of 14,080 columns pass 2³¹.
     ptrs = ptr + offs_row.to(tl.int64)[:, None] * stride_row + offs_column[None, :]
     if ROWS_MASKED and COLUMNS_MASKED:
         mask = (offs_row[:, None] < n_rows) & (offs_column[None, :] < n_columns)

@@ -1,4 +1,4 @@
-"""Attention: every query attends to the keys that it sees.
+"""Computes attention: every query attends to the keys that it sees.
 
     o = softmax(scale · q kᵀ) v
 
@@ -257,7 +257,7 @@ def attention(
         scale: a positive, finite number, or None for 1/√D.
         base2: q carries scale · log2(e) already, as `project_qkv` returns it on request:
             o = Σ_j 2^(q·k_j) v_j / Σ_j 2^(q·k_j). Kernels for Hopper then need no reference and
-            are some 5 % faster.
+            are faster.
         causal: a query sees no key after the one beside it. The mask is aligned bottom right, as in
             FlashAttention. PyTorch's `is_causal` is aligned top left.
         window: the most keys that a query sees to one side, with the key beside it. If causal these
@@ -283,10 +283,10 @@ def attention(
             the best of ours, or "auto".
 
     Returns:
-        [B, H, n_q, D] in q's dtype. Ours lie in memory as [B, n_q, H, D]. If `lse`, it is a pair
-        of that and log Σ e^(scale · q kᵀ) over the keys that a query sees. The latter is natural,
-        [B, H, n_q], in float32, or float64 for float64 inputs, and −inf if a query sees no key.
-        Gradients pass through both.
+        [B, H, n_q, D] in q's dtype. Ours lie in memory as [B, n_q, H, D]. If `lse`, it returns a
+        pair: this result, and log Σ e^(scale · q kᵀ) over the keys that a query sees. The logarithm
+        is natural, [B, H, n_q], in float32, or float64 for float64 inputs, and −inf if a query sees
+        no key. Gradients pass through both.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit together; a scale or window is out of

@@ -135,7 +135,7 @@ def _without_a_mask(operator: Operator, target: Target) -> Iterable[Case]:
             case(2, 1, 20, 140, 16, lengths="7,140"),
             case(1, 1, 40, 33, 16, base2=True),
             case(2, 1, 20, 70, 16, lengths="7,70", base2=True),
-            # With head_dim 64, which the 8-bit form takes.
+            # These have head_dim 64, which the 8-bit form takes.
             of_values(40, 300, values="one_hot"),
             of_values(33, 300, values="offset", batch=2, lengths="129,300"),
             case(1, 1, 40, 33, magnitude=2.5),
@@ -189,7 +189,7 @@ def _without_a_mask(operator: Operator, target: Target) -> Iterable[Case]:
         *(case(1, 2, 300, 200, dtype=dtype, lse=True) for dtype in FLOATS[1:]),
         case(4, 8, 2000, 1000, lengths="1,64,777,1000", lse=True),
         case(1, 8, 3300, 3000, lse=True),  # some tiles in parts
-        # In some heads every lse is near 0, in the others some are not.
+        # In some heads every lse is near 0. In the other heads some are not.
         *(case(8, 8, 300, 1100, magnitude=size, base2=True) for size in (2.0, 3.0)),
     )
 
@@ -268,7 +268,7 @@ CONTROLS = {
     "values in another order than keys": _values_in_another_order,
     "values less their mean": _values_less_their_mean,
 }
-CONTROLS_OF = {  # by option
+CONTROLS_OF = {  # the controls of each option
     "causal": {"the diagonal one off": _diagonal_one_off},
     "window": {"a window one short": _window_one_short},
     "n_kv_heads": {"heads grouped the other way": _heads_grouped_the_other_way},

@@ -1,4 +1,4 @@
-"""Attention's inputs, their work, exact values of single heads, and the problems to compile."""
+"""Defines attention's inputs, their work, exact values of single heads, problems to compile."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def n_kv_heads(problem: Problem) -> int:
 def packed_lengths(case: Case, side: str) -> list[int]:
     """Returns the length of each packed sequence. `side` is "n_q" or "n_k".
 
-    The case names them, as "7,0,40": `lengths` those of both sides, `key_lengths` those of the
+    The case names lengths, as "7,0,40": `lengths` of queries and keys, `key_lengths` of only the
     keys. Without them, lengths are as equal as possible.
     """
     drawn, p = dict(case.draw), case.problem
@@ -285,7 +285,7 @@ _TYPES = (
     *((dtype, head_dim, ("n_keys",)) for dtype in ("bfloat16", "float32") for head_dim in (16, 32)),
     ("bfloat16", 128, ("n_keys",)),  # float32 spills there in every tile: slow, and still right
 )
-# Other kinds, with masks that need most registers: those of language models, and head_dims that
+# Other kinds of attention: masks of language models, which need most registers, and head_dims that
 # only the portable kernels take, whose columns are masked too.
 _GROUPED = {"causal": True, "n_kv_heads": 2}
 _WINDOW = {"causal": True, "window": 300, "n_sequences": 4} | dict.fromkeys(PACKED, True)
@@ -299,15 +299,15 @@ _KINDS = (
     ("bfloat16", 128, {"lse": True}),
 )
 # Batch, queries and keys: many keys and few; enough programs to fill a GPU, and too few. With the
-# last one the forward pass splits tiles along the keys.
+# last sizes the forward pass splits tiles along the keys.
 _SIZES = ((1, 1100, 1000), (64, 1100, 1000), (1, 564, 128), (64, 564, 64), (1, 3300, 3000))
 
 
 def compiled(operator: Operator, target: Target) -> Iterable[Problem]:
-    """Yields problems for which kernels are compiled, with 8 heads. Other sizes need no others.
+    """Yields problems to compile kernels for, with 8 heads. Other sizes need no other kernels.
 
-    The GPU with all kernels gets every type, the others the model's own type. Other head_dims come
-    with many keys and with few, and every kind with many keys.
+    Compute capability 9.0, which has all kernels, gets every type, others the model's own type.
+    Head_dims other than 64 come with many keys and with few keys, and every kind with many keys.
     """
     if target.capability < 80:  # only CUDA C++
         sizes = {"batch": 1, "n_heads": 8, "n_q": 2048, "n_k": 2048}

@@ -67,7 +67,7 @@ class ForwardConfig(KernelConfig):
 
 
 # Candidates by keys of the tile, bytes per element and head_dim, the default first: queries of a
-# tile, tiles of a program, warps and stages. None spills on any target.
+# tile, tiles of a program, warps and stages. `tnp.gates.compile` checks that none spills.
 _TILES = ((64, 1, 4, 1), (64, 3, 4, 3), (64, 5, 4, 3), (128, 1, 8, 1))
 FORWARD_TILES = {
     **{(64, 2, head_dim): (*_TILES, (128, 3, 8, 3)) for head_dim in (16, 32, 64)},
@@ -76,11 +76,11 @@ FORWARD_TILES = {
     **{(64, 4, head_dim): ((16, 1, 8, 1),) for head_dim in (16, 32, 64, 128)},
     **{(128, 4, head_dim): ((16, 1, 8, 1),) for head_dim in (16, 32, 64)},
 }
-# Tiles of 256 keys spill except on WIDE_TARGETS. The first is the fastest of ten on an H200 for
-# 10,000 queries (125 µs with batch 8, 18 µs with batch 1). The second is it for 2,256 queries.
+# Tiles of 256 keys spill except on WIDE_TARGETS. The first candidate is the fastest of ten on an
+# H200 for 10,000 queries (125 µs with batch 8, 18 µs with batch 1), the second for 2,256 queries.
 WIDE_FORWARD_TILES = {(256, 2, 64): ((64, 5, 4, 3), (64, 9, 4, 2), (64, 3, 4, 2))}
-# Candidates likewise: queries of a tile, warps and stages. WIDE_TARGETS multiply with keys in
-# shared memory. Elsewhere keys take registers, and the tiles stay small.
+# Candidates of the backward pass, likewise: queries of a tile, warps and stages. WIDE_TARGETS
+# multiply with keys in shared memory. Elsewhere keys take registers, and the tiles stay small.
 BACKWARD_TILES = {
     (64, 2, 16): ((64, 4, 2), (64, 4, 3)),
     (64, 2, 32): ((64, 4, 2), (64, 4, 3)),

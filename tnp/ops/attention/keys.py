@@ -127,7 +127,7 @@ def blocks_before(
     key, row, n_q, n_keys, left, right,
     KEYS: tl.constexpr, ROWS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Returns how many blocks before that of `key` are seen by queries row … row + ROWS − 1."""
+    """Counts the blocks before the block of `key` that queries row … row + ROWS − 1 see."""
     before = key // KEYS
     if LEFT:
         begin, _full_begin, _full_end, _end = key_range(
@@ -142,7 +142,7 @@ def blocks_after(
     key, row, n_q, n_keys, left, right,
     KEYS: tl.constexpr, ROWS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Returns how many blocks after that of `key` are seen by queries row … row + ROWS − 1."""
+    """Counts the blocks after the block of `key` that queries row … row + ROWS − 1 see."""
     _begin, _full_begin, _full_end, end = key_range(
         row, n_q, n_keys, left, right, ROWS, LEFT, RIGHT
     )
@@ -218,7 +218,7 @@ def _tiles_kernel(
 
     There is a program for each sequence. With a causal mask, a tile of queries takes longer the
     more tiles of its sequence come before it, and a tile of keys the more come after it. The table
-    is sorted by that number, so that tiles that take as long follow one another, whatever their
+    is sorted by that number, so that equally long tiles follow one another, whatever their
     sequences. Tiles of queries begin with the shortest, because kernels take them from the last
     back. Tiles of keys begin with the longest.
 
@@ -332,7 +332,7 @@ class Tiles:
 
         Args:
             lengths: n_keys, cu_seqlens_q and cu_seqlens_k, each perhaps None.
-            otherwise: a tensor to return in place of each that no kernel reads.
+            otherwise: a tensor to return in place of every tensor that no kernel reads.
         """
         n_keys, cu_q, cu_k = lengths
         if self._fill is None:

@@ -35,10 +35,11 @@ class LaunchConfig(KernelConfig):
 
 
 def candidates(call: Call, configs: dict, masked: dict | None = None) -> tuple:
-    """Returns the entry for the problem's bytes per element and columns of a tile, or that of 64.
+    """Returns the candidates for the problem's bytes per element and columns of a tile.
 
-    float32 has no entry from 128 columns on: every tile spills there, which is slow but right. A
-    kernel that masks more than the ends of rows needs more registers: `masked` holds its default.
+    If `configs` has no entry for these columns, it returns the entry for 64 columns. float32 has no
+    entry from 128 columns on: every tile spills there, which is slow but right. A kernel that masks
+    more than the ends of rows needs more registers: `masked` holds its default.
     """
     p = call.problem
     width = triton.next_power_of_2(p["head_dim"])
@@ -104,7 +105,7 @@ def load_rows(ptr, offs_row, n_rows, stride_row, HEAD_DIM: tl.constexpr, MASKED:
     Columns past HEAD_DIM are 0. Rows past the end are 0 if MASKED, and else must not be loaded.
     """
     offs_d = tl.arange(0, tile_width(HEAD_DIM))
-    # 64-bit: 205,000 rows of a projection of 1,536 columns pass 2³¹ in a batch of 7.
+    # Offsets have 64 bits: 205,000 rows of a projection of 1,536 columns pass 2³¹ in a batch of 7.
     ptrs = ptr + offs_row.to(tl.int64)[:, None] * stride_row + offs_d[None, :]
     if tile_width(HEAD_DIM) > HEAD_DIM:
         inside = offs_d[None, :] < HEAD_DIM

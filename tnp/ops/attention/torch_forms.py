@@ -59,8 +59,8 @@ def visible(q, k, n_keys, cu_seqlens_q, cu_seqlens_k, causal=False, window=0, ro
 def attend(q, k, v, seen, scale, lse=False):
     """Returns softmax(scale · q kᵀ) v over the keys that are seen, 0 for a query that sees none.
 
-    If `lse`, it returns a pair of that and log Σ e^(scale · q kᵀ) over these keys. The latter is
-    [B, H, n_q] in float32 or wider, and −inf for a query that sees no key.
+    If `lse`, it returns a pair: this result, and log Σ e^(scale · q kᵀ) over these keys. The
+    logarithm is [B, H, n_q], in float32 or float64, and −inf for a query that sees no key.
 
     Args:
         q: [B, H, n_q, D].

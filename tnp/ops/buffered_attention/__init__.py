@@ -1,9 +1,9 @@
 """Computes attention of all rows around a causal buffer (`tnp.model.causal_buffer`) at once.
 
-Keys are [context, buffer]. Rows of q are [context, buffer, followers, others], or only followers
-and others, as in a model's last block. Followers are groups of as many rows as the buffer has
-points. Row i of the buffer, and row i of each group, sees the context and points 0 … i. Context
-rows and others see only the context. `attention` needs two calls for these rows, and copies to sort
+Keys are [context, buffer]. Rows of q are [context, buffer, followers, others]; a model's last block
+has only followers and others. Followers are groups of as many rows as the buffer has points. Row i
+of the buffer, and row i of each group, sees the context and points 0 … i. Rows of the context and
+the other rows see only the context. `attention` needs two calls for these rows, and copies to sort
 the rows.
 """
 
@@ -120,14 +120,14 @@ def buffered_attention(
     """Returns softmax(scale · q kᵀ) v over the keys that each row sees.
 
     Args:
-        q: [B, H, n_q, D]: rows of the context, of the buffer, n_groups groups of n_buffer
-            followers, and others; or only the last two kinds. Any strides with the last dimension
-            contiguous, as in `attention`. `triton` takes D = 16, 32 and 64 in bfloat16 and
-            float16, and on a GPU D = 32 in float32.
+        q: [B, H, n_q, D]: rows of the context, rows of the buffer, n_groups groups of n_buffer
+            followers, and other rows; without `all_rows` only followers and other rows. Any strides
+            with the last dimension contiguous, as in `attention`. `triton` takes D = 16, 32 and 64
+            in bfloat16 and float16, and on a GPU D = 32 in float32.
         k, v: [B, H, n_k, D], with q's dtype and device: first the context, then the buffer.
             `triton` takes at most four blocks of 64 keys, each of the context or of the buffer.
         n_buffer: points of the buffer, from 1 to n_k − 1.
-        n_groups: groups of followers.
+        n_groups: how many groups of followers there are.
         all_rows: whether q has rows of the context and of the buffer.
         n_keys: int32 [B] on q's device, each from 1 to n_k − n_buffer, or None for all. Sample b
             has the first n_keys[b] points of the context. Later rows of k and v are padding, with

@@ -24,13 +24,13 @@ TAKEN = ("all_rows", "base2", "n_groups", "n_keys")  # options that every implem
 BLOCK_N = 64  # keys of a block
 MOST_BLOCKS = 4  # blocks that the kernels keep on chip
 HEAD_DIMS = (16, 32, 64)
-FLOAT32_HEAD_DIMS = (32,)  # on a GPU: other tiles spill, or do not fit shared memory
+FLOAT32_HEAD_DIMS = (32,)  # on a GPU, where other tiles spill or do not fit shared memory
 _triton = triton_from(80)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Counts rows of q: first of the context, then beside the buffer, then others."""
+    """Counts rows of q: first rows of the context, then rows beside the buffer, then other rows."""
 
     n_context: int
     n_buffer: int
@@ -176,7 +176,7 @@ def supported(call: Call) -> Reason:
 
 
 def condition(operator: Operator, case: Case, inputs: Mapping) -> dict[str, float]:
-    """Returns the errors that float32 may have: those of attention under the same mask."""
+    """Returns the relative errors of float32, as for attention under the same mask."""
     p = case.problem
     q, k, v, n_keys = (inputs[name] for name in operator.tensors)
     seen = visible(q, k, n_keys, p["n_buffer"], int(p["n_groups"]), bool(p["all_rows"]))
@@ -191,7 +191,7 @@ def cases(operator: Operator, target: Target) -> Iterable[Case]:
     """Returns the gate's cases.
 
     They have points of the context and of the buffer on both sides of every tile's edge, no to many
-    groups, no to many others, and all rows or followers and others only.
+    groups, no to many other rows, and q with and without rows of the context and the buffer.
     """
 
     def case(m, n, groups, others, whole=True, batch=1, heads=2, d=64, dtype="bfloat16", **named):

@@ -14,7 +14,7 @@ from tnp.ops._shared.primitives import dot
 from tnp.ops.attention.primitives import load_rows
 from tnp.ops.buffered_attention.definition import BLOCK_N, Rows, n_blocks
 
-# A kernel is not compiled again for other values of these.
+# These integers do not specialize a kernel: it serves all their values.
 COUNTS = [
     "n_q", "n_context", "n_buffer", "n_first", "n_beside", "n_alone", "n_each", "n_segments",
     "chunk", "chunk_each", "chunk_last",
@@ -33,7 +33,7 @@ def rows_beside(
     tile, block, n_first, n_beside, n_buffer, n_q, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """Returns a tile's rows of q beside a block of the buffer, and their points; n_q is no row."""
-    n_each = tl.minimum(BLOCK_N, n_buffer - block * BLOCK_N)  # of a group
+    n_each = tl.minimum(BLOCK_N, n_buffer - block * BLOCK_N)  # rows of a group
     at = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     beside = at // n_each * n_buffer
     place = block * BLOCK_N + at % n_each

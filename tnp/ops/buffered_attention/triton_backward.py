@@ -1,13 +1,13 @@
 """Computes the backward pass of attention around a buffer, in one launch.
 
-A program takes a head, and one block of keys after the other. A block's gradients stay in registers
+A program takes a head, and one block of keys after another. A block's gradients stay in registers
 while the program walks the rows that see it. The same program adds up dq in memory, in dq's dtype.
 That costs one rounding a block, which is little beside the rounding of o in delta. Gradients of
-three blocks at once spill 300 bytes a thread with every tile that was tried.
+three blocks at once do not fit the registers.
 
-Delta, the sum of p ∘ dp over all keys, equals that of do ∘ o and is computed first. If a row sees
-one block only, delta is summed there, and o is not read. If the heads are too few to fill the GPU,
-several programs share a head's rows. They leave float32 partials of dk and dv, which a second
+Delta, the sum of p ∘ dp over all keys, equals the sum of do ∘ o and is computed first. If a row
+sees one block only, delta is summed there, and o is not read. If the heads are too few to fill the
+GPU, several programs share a head's rows. They leave float32 partials of dk and dv, which a second
 launch adds up in a fixed order.
 """
 
@@ -57,9 +57,9 @@ class BackwardConfig(KernelConfig):
     num_stages: int
 
 
-# By bytes per element. None of the three spills.
+# The configurations by bytes per element. `tnp.gates.compile` checks that none spills.
 CONFIGS = {2: BackwardConfig(32, 8, 2), 4: BackwardConfig(16, 8, 1)}
-WIDE_TARGETS, WIDE_CONFIG = (90,), BackwardConfig(64, 4, 1)  # for 16 bits
+WIDE_TARGETS, WIDE_CONFIG = (90,), BackwardConfig(64, 4, 1)  # WIDE_CONFIG serves 16 bits
 
 
 @triton.jit
@@ -233,8 +233,8 @@ def configs(call: Call) -> tuple[BackwardConfig, ...]:
 class _Shares:
     """Counts the programs that share a head's rows, and the tiles of one program.
 
-    Its tiles are of rows that see only the context, of rows beside each block of the buffer, and of
-    rows beside the last block.
+    A program has tiles of rows that see only the context, tiles of rows beside each block of the
+    buffer, and tiles of rows beside the last block.
     """
 
     n_segments: int

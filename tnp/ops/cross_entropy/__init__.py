@@ -23,7 +23,7 @@ IGNORE_INDEX = -100  # PyTorch's default
 
 
 def reference(logits, target):
-    """Computes PyTorch's cross-entropy, in float32 or wider."""
+    """Computes PyTorch's cross-entropy, in float64 for float64 logits and else in float32."""
     import torch
     import torch.nn.functional as F
 

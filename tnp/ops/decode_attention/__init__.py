@@ -1,4 +1,4 @@
-"""Decode attention: the last few tokens of every sequence attend to a cache of keys and values.
+"""Computes decode attention: the last tokens of each sequence attend to a cache of keys, values.
 
     o = softmax(scale · q kᵀ) v        query t of T sees keys 0 … n_keys − T + t
 

@@ -1,4 +1,4 @@
-"""Configurations of decode attention's kernel: how much of the cache is loaded ahead or in use."""
+"""Chooses how decode attention's kernel is launched: how much of the cache is loaded ahead."""
 
 from dataclasses import dataclass
 
@@ -37,7 +37,7 @@ def tile_rows(problem: Problem) -> int:
 
 
 def configs(call: Call) -> tuple[Config, ...]:
-    """Returns the candidates, the default first. All programs of a multiprocessor fit beside."""
+    """Returns the candidates, the default first. A multiprocessor holds all of its programs."""
     p, target = call.problem, call.target
     width = triton.next_power_of_2(p["head_dim"])
     row_bytes, rows = width * cache_itemsize(p), tile_rows(p)
@@ -45,7 +45,7 @@ def configs(call: Call) -> tuple[Config, ...]:
     if p.itemsize == 4:  # products in three parts, whose operands fill the registers
         most = LEAST
     keys, fewer = max(LEAST, most), max(LEAST, most // 2)
-    # 32 rows of D = 128 spill with four (triton 3.6).
+    # With four warps 32 rows of D = 128 spill (triton 3.6).
     warps = 4 if rows * width <= (4096 if rows == LEAST else 2048) and row_bytes < 1024 else 8
     # A block is free once it is in registers. From 64 rows on, products read it in shared memory.
     in_use = 0 if rows >= 64 else 1
@@ -67,11 +67,11 @@ def configs(call: Call) -> tuple[Config, ...]:
 
     def fits(config: Config) -> bool:
         blocks = (config.num_stages - in_use) * 2 * config.block_n * row_bytes
-        # Operands or results lie beside them. Operands are q and weights, in float32 three times.
+        # Operands or results also take memory. Operands are q and weights, in float32 three times.
         operands = rows * (width + config.block_n) * p.itemsize * (1 if p.itemsize == 2 else 3)
         beside = max(operands, rows * width * 4)
         shared = config.programs * (blocks + beside) <= target.shared_bytes
-        return shared and config.programs <= max(1, 64 // rows)  # as registers allow, too
+        return shared and config.programs <= max(1, 64 // rows)  # registers hold no more
 
     if not target.shared_bytes:  # the interpreter
         return found

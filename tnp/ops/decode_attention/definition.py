@@ -45,8 +45,8 @@ def lengths_of(case: Case) -> list[int]:
 def draw(case: Case, random: Random) -> dict[str, Tensor | None]:
     """Returns the inputs of a case.
 
-    A token's heads lie together, as projections write them, or with "heads_first" a head's tokens.
-    Pages are in random order, and some belong to no sequence. `magnitude` scales q and k.
+    A token's heads lie together, as projections write them. With "heads_first", a head's tokens lie
+    together. Pages are in random order, and some belong to no sequence. `magnitude` scales q and k.
     """
     import torch
 
@@ -128,7 +128,9 @@ def within(operator: Operator, model: Mapping, run: Mapping) -> Problem | None:
 
 
 def partial_reference(case: Case, inputs: dict, gradients: dict | None) -> dict[str, tuple]:
-    """Returns exact results of the first sequence's first head and the last one's last head."""
+    """Returns exact results of the first sequence's first head and the last sequence's last
+    head.
+    """
     import torch
 
     p, found = case.problem, []
@@ -246,9 +248,9 @@ CONTROLS = {
 def condition(case: Case, inputs: Mapping) -> float:
     """Returns the relative error that results may have from float32 scores.
 
-    A score has an error of some of its roundings, which e^ makes a relative error of its weight. If
-    D products of normal numbers are added one after the other, the k-th sum is rounded by √k/√3
-    half units. In all that is D/√6.
+    A score's error is a few roundings of its value, and becomes a relative error of its weight
+    through e^. If D products of normal numbers are added one after another, the k-th sum is rounded
+    by √k/√3 half units. Together that is D/√6 half units.
     """
     p = case.problem
     of_product = SCALE * float(case["magnitude"] or 1.0) ** 2

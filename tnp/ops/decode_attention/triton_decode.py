@@ -40,8 +40,8 @@ from tnp.ops.decode_attention.definition import OPTIONS, rows_of
 # The cost of beginning a pair, in blocks. 64 sequences with log-uniform lengths up to 32,768 take
 # 278 µs with 0, 255 with 1, 247 with 2 and 250 with 4 (H200).
 START = 2
-# The precision of float32 from 64 rows on. Products in three tf32 parts gave wrong numbers there,
-# from matmuls of a warpgroup (Triton 3.6.0, H200).
+# The precision of float32 products from 64 rows on. Products in three tf32 parts, by matmuls of a
+# warpgroup, gave wrong numbers there (Triton 3.6.0, H200).
 EXACTLY = "ieee"
 LEAST_BATCH = 64  # up to so many sequences share a compiled kernel, which reads as many lengths
 # Numbers of a row's parts that are read at once, and that a warp reads: 64 for each thread.
@@ -113,7 +113,8 @@ def _cache_tile(
     x = tl.load(ptr + rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
     if INTERPRETED:
         return widened(x)
-    # Through float32: else e4m3 to bfloat16 is an F2F conversion for each element on sm_90a.
+    # The cast goes through float32. From e4m3 straight to bfloat16 it would be an F2F conversion
+    # for each element on sm_90a.
     return x.to(tl.float32).to(dtype) if x.dtype != dtype else x
 
 
@@ -134,7 +135,7 @@ def _decode_kernel(
     PAGED: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, BLOCK_N: tl.constexpr,
     START: tl.constexpr, PRECISION: tl.constexpr, FULL: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Writes o of pairs that lie in one program, and parts of the others.
+    """Writes o of the pairs that lie in one program, and parts of the other pairs.
 
     In a contiguous cache each sequence is its own page. WIDTH: HEAD_DIM with padding.
 
@@ -218,7 +219,8 @@ def _decode_kernel(
             o_of = o_ptr + b.to(tl.int64) * stride_ob
             tl.store(o_of + offs_o[:, None] + offs_d[None, :], cast(o, dtype), mask=in_rows)
         elif first < stop:
-            # The first part is of the pair in which the program begins, the second of the other.
+            # A program's first part belongs to the pair in which it begins, its second part to the
+            # pair in which it ends.
             part_row = (2 * program + (first == 0).to(tl.int32)) * n_rows + row
             part = parts_ptr + (part_row * HEAD_DIM)[:, None] + offs_d[None, :]
             tl.store(part, acc, mask=in_rows)
@@ -326,7 +328,8 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
     )  # fmt: skip
     add_parts = None
     if split:
-        # As many parts as a pair has if all lengths are equal. More parts are read in turns.
+        # A row reads as many parts at once as a pair has if all lengths are equal. It reads more
+        # parts in turns.
         alike = triton.next_power_of_2(triton.cdiv(programs, batch * kv_heads) + 1)
         at_once = max(4, min(alike, PARTS_AT_ONCE // width))
         add_parts = Bound(

@@ -31,7 +31,7 @@ from tnp.util.checks import (
 
 
 class CacheFull(RuntimeError):
-    """The cache has too few free pages; nothing was changed."""
+    """Says that the cache has too few free pages. Nothing was changed."""
 
 
 class Handle:
@@ -258,8 +258,8 @@ class PagedCache:
         """Returns each sequence's pages in their order and then −1, int32 [B, columns] on the
         cache's device.
 
-        It is valid until one of its sequences is freed, or writes to a page that it shared. With an
-        older table one reads tokens of other sequences.
+        It is valid until one of its sequences is freed, or writes to a page that it shared. An
+        older table reads tokens of other sequences.
 
         Args:
             handles: a sequence, or several.
@@ -338,7 +338,7 @@ class PagedCache:
 
     def _require_valid(self, page_table: Tensor) -> None:
         version, of = self._tables.get(page_table, (None, ()))
-        # not from `page_table`, or changed since
+        # This table is not from `page_table`, or has changed since.
         if version is None or version != page_table._version:
             return
         for sample, (one, replaced) in enumerate(of):

@@ -60,7 +60,7 @@ def draw(case, random) -> dict:
 
 
 def work(case, pass_) -> Work:
-    """Counts x → y, or x and dy → dx, and the float32 parameters, and backward their gradients."""
+    """Counts x and y, or x, dy and dx, and the float32 parameters and backward their gradients."""
     parameters = 2 * case.problem["width"] * 4
     size = case.problem["rows"] * case.problem["width"] * case.problem.itemsize
     if pass_ == "forward":

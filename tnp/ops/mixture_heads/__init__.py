@@ -37,10 +37,10 @@ __all__ = ["mixture_heads"]
 # grouped_mm takes rows of a multiple of 16 bytes, which hold so many elements.
 GROUPED_MULTIPLE = 8
 MAX_OUTPUTS = 16  # the most outputs of a head, for `fused`
-# For more rows `fused` saves nothing and computes z again. z of 40,000 rows takes 1.1 GB at 10
-# heads and F = 1408. With more rows memory is short, and attention takes most of a step.
+# For more rows `fused` saves nothing and computes z again, to save memory. In 16 bits z of 40,000
+# rows takes 1.1 GB at 10 heads and F = 1408.
 SAVED_ROWS = 40_000
-N_OUTPUTS = 3  # of the model's heads: logit of the weight, mean and log sigma of one dimension
+N_OUTPUTS = 3  # a model's head: logit of the weight, mean and log sigma of one dimension
 
 
 def reference(x, up, down):

@@ -58,10 +58,10 @@ from tnp.ops.mixture_heads.gradients import chunks, summing
 from tnp.ops.mixture_heads.gradients import empty as empty_backward
 from tnp.ops.mixture_heads.triton_heads import empty
 
-# Rows of a chunk of the backward pass: dz takes 231 MB at 10 heads and F = 1408.
+# A chunk of the backward pass has so many rows. Its dz takes 231 MB at 10 heads and F = 1408.
 CHUNK_ROWS = 8192
 STAGES = 4
-BACKWARD_STAGES = 3  # as many as fit shared memory
+BACKWARD_STAGES = 3  # shared memory holds no more
 N_OUT = gl.constexpr(3)  # d_y = 1: logit_weight, mu, log_sigma
 PADDED_OUT = gl.constexpr(16)  # the smallest width of a matmul
 
@@ -187,7 +187,7 @@ def _heads_backward(
                 sums = sums + (warpgroup_mma_wait(0, deps=[started]),)
             ddown = sums
         mbarrier.arrive(empty.index(WARPGROUP), count=1)
-        # Opaque, or they would be kept through the products, and spill.
+        # Without `opaque` they would be kept through the products, and spill.
         features = opaque(gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, DDOWN)))[:, None]
         outputs = opaque(gl.arange(0, PADDED_OUT, layout=gl.SliceLayout(0, DDOWN)))[None, :]
         at = (row // TILE * n_heads + column // COLUMNS) * (N_OUT * WIDTH)
@@ -203,7 +203,7 @@ def mixture_heads_hopper_kernel(
     x_desc, up_desc, z_desc, down_ptr, out_ptr, n_rows, n_heads,
     COLUMNS: gl.constexpr, K_BLOCKS: gl.constexpr, STAGES: gl.constexpr, HAS_Z: gl.constexpr,
 ):  # fmt: skip
-    """Writes the outputs, and if HAS_Z also z. Else z_desc is unused."""
+    """Writes the outputs, and if HAS_Z also z. Otherwise z_desc is unused."""
     n_columns = gl.cdiv(n_heads, 2) * 2 * COLUMNS
     pipe = pipeline(
         x_desc, up_desc, n_rows, n_columns, 2 * COLUMNS, K_BLOCKS, STAGES, False, COLUMNS
@@ -343,7 +343,7 @@ def prepare_backward(call: Call, config, inputs):
         (dout,), (x, *both), _saved = inputs
         up, down = cast(*both)
         x = rows.matrix(x)
-        # Padded with zeros past the third output, in x's dtype.
+        # dout is padded with zeros past the third output, in x's dtype.
         padded = x.new_zeros(dout_shape)
         padded.narrow(-1, 0, N_OUT.value).copy_(dout)
         padded = padded.view(rows.n, padded_width)

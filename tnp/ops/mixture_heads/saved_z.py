@@ -25,7 +25,7 @@ from tnp.ops._shared.triton_matmul import sigmoid
 from tnp.ops.mixture_heads import N_OUTPUTS
 from tnp.ops.mixture_heads.gradients import chunks, summing
 
-# Rows of a chunk of the backward pass: dz takes 461 MB at 10 heads and F = 1408.
+# A chunk of the backward pass has so many rows. Its dz takes 461 MB at 10 heads and F = 1408.
 CHUNK_ROWS = 16_384
 
 

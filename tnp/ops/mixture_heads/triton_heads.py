@@ -38,9 +38,10 @@ from tnp.ops.mixture_heads import MAX_OUTPUTS
 from tnp.ops.mixture_heads.gradients import chunks, summing
 from tnp.ops.mixture_heads.gradients import empty as empty_backward
 
-# Rows of a chunk of the backward pass: dz takes 115 MB at K = 10 and F = 1408.
+# A chunk of the backward pass has so many rows. In 16 bits its dz takes 115 MB at K = 10 and F =
+# 1408.
 CHUNK_ROWS = 4096
-OUTPUTS = tl.constexpr(MAX_OUTPUTS)  # of a tile: the smallest width of a matmul
+OUTPUTS = tl.constexpr(MAX_OUTPUTS)  # a tile has so many: the smallest width of a matmul
 MOST_FEW_ROWS = 16  # the smallest height of a matmul
 
 
@@ -55,7 +56,8 @@ class HeadsConfig(KernelConfig):
     num_stages: int
 
 
-# By bytes per element; none spills on any target. A backward tile of 128 × 128 would.
+# The tiles by bytes per element. `tnp.gates.compile` checks that none spills. A backward tile of
+# 128 × 128 would spill.
 FORWARD_CONFIGS = {2: HeadsConfig(128, 128, 64, 8, 3), 4: HeadsConfig(64, 64, 32, 8, 2)}
 # On compute capability 10.x a thread has 128 registers here, so a tile 128 wide would spill 16
 # bytes.

@@ -5,7 +5,7 @@
 A program owns a tile of rows, keeps it on chip together with the [rows, D] sum, and streams both
 weights once. Every tile of rows reads all of both weights (2.9 MB at D = 512, F = 1408), so this
 form serves few rows. Products and sums are float32; the hidden tile is rounded to x's dtype for the
-second matmul. Nothing is saved. The backward pass is that of `composed`, which computes z and h
+second matmul. Nothing is saved. The backward pass is the one of `composed` that computes z and h
 again.
 """
 
@@ -34,8 +34,9 @@ class SingleConfig(KernelConfig):
     num_stages: int
 
 
-# By bytes per element, for few and for many rows; none spills on any target. If BLOCK_K is at least
-# D, a program keeps its rows of x on chip; in float32 they would not fit the registers.
+# The configurations by bytes per element, for few rows and for many rows. `tnp.gates.compile`
+# checks that none spills. If BLOCK_K is at least D, a program keeps its rows of x on chip; in
+# float32 they would not fit the registers.
 CONFIGS = {
     2: (SingleConfig(32, 32, MAX_D, 8, 2), SingleConfig(64, 32, MAX_D, 8, 2)),
     4: (SingleConfig(16, 16, 32, 8, 1), SingleConfig(16, 16, 32, 8, 1)),

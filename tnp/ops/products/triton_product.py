@@ -27,7 +27,7 @@ from tnp.ops._shared.primitives import add_dot
 from tnp.ops._shared.triton_matmul import GROUP_M, MatmulConfig, load_tile, sigmoid, store_tile
 from tnp.util.checks import is_expanded
 
-# By bytes per element, the largest tile first; unmeasured.
+# The tiles by bytes per element, in the order of preference.
 CONFIGS = {
     2: (
         MatmulConfig(128, 128, 64, 8, 3),
@@ -41,9 +41,9 @@ CONFIGS = {
     ),
     4: (MatmulConfig(64, 64, 32, 8, 2), MatmulConfig(16, 64, 32, 4, 2)),
 }
-# The most sums that a thread holds, or tiles spill at 8.0 or 9.0: if operands go from shared memory
-# to the tensor cores; if they take registers; if rows are not aligned, and elements are loaded one
-# by one.
+# The most sums that a thread holds. With more, tiles spill at 8.0 or 9.0. MOST_SUMS: operands go
+# from shared memory to the tensor cores. REGISTER_SUMS: operands take registers. RAGGED_SUMS: rows
+# are not aligned, and elements are loaded one by one.
 MOST_SUMS, REGISTER_SUMS, RAGGED_SUMS = 128, 64, 32
 TMA_FROM = 90  # compute capability
 ALIGNMENT = 16  # bytes, of rows that TMA reads, and of vectors
@@ -143,7 +143,7 @@ def _product_kernel(
     if EPILOGUE == "none":
         _finish(acc, m, n, out_ptr, z_ptr, bias_ptr, n_rows, n_columns, EPILOGUE)
     else:
-        # In halves, which takes half the registers in addition to the sums.
+        # The epilogue works on halves, which take half the registers in addition to the sums.
         halves = tl.permute(tl.reshape(acc, [BLOCK_M, 2, BLOCK_N // 2]), (0, 2, 1))
         left, right = tl.split(halves)
         _finish(left, m, n, out_ptr, z_ptr, bias_ptr, n_rows, n_columns, EPILOGUE)

@@ -231,7 +231,7 @@ def project_qkv(
     gradients of attention, because each row of the gradient of its scores sums to zero. But in 16
     bits it matters: keys of trained models share a vector that is longer than the differences
     between keys. With `centred`, the mean of 64 keys of the sample is subtracted before the one
-    rounding. The mean has no gradient. `lse` of attention is then that of the centred keys.
+    rounding. The mean has no gradient. Attention then returns the `lse` of the centred keys.
 
     Args:
         x: [B, L, d_model], in a dtype that `linear` takes.

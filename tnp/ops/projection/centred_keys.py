@@ -4,7 +4,7 @@
 
 Only the difference is rounded. For few keys a Triton program owns a tile. It computes c of its
 columns together with the product, from the same blocks of w_k, so that centring needs no other
-launch. For many keys that would cost a third of the product. Then one launch computes −c of every
+launch. For many keys too many tiles would compute the same c. Then one launch computes −c of every
 sample, and cuBLAS adds it to each sample's product.
 """
 
@@ -21,17 +21,17 @@ from tnp.ops._shared.triton_matmul import MatmulConfig, load_tile, store_tile
 from tnp.ops.projection.products import OPTIONS, empty_qkv, launch_of
 from tnp.ops.projection.qkv import CENTRE_ROWS
 
-# By bytes per element, the largest tiles first; none spills on any target. With 128 rows ptxas 12.8
-# makes products wait for one another.
+# The tiles by bytes per element, the largest first. `tnp.gates.compile` checks that none spills.
+# With 128 rows ptxas 12.8 makes products wait for one another.
 CONFIGS = {
     2: (MatmulConfig(64, 128, 64, 4, 3), MatmulConfig(64, 64, 64, 4, 4)),
     4: (MatmulConfig(64, 64, 32, 8, 2),),
 }
 BUSY = 0.7  # with fewer tiles for each multiprocessor, smaller tiles are faster
-# From so many keys on, each sample's product is one of cuBLAS's. At 10,000 keys of 4 samples, tiles
-# of Triton take 38 µs more than keys that are not centred (H200).
+# From so many keys on, a call of cuBLAS computes each sample's product. At 10,000 keys of 4
+# samples, tiles of Triton take 38 µs more than keys that are not centred (H200).
 MANY_KEYS = 4096
-MANY_SAMPLES = 16  # the most samples, because each takes a call; four were measured
+MANY_SAMPLES = 16  # the most samples, because each takes a call of cuBLAS
 CENTRE_COLUMNS = 64
 
 

@@ -26,8 +26,8 @@ from tnp.ops._shared.rows import row_layout, row_offsets
 from tnp.ops._shared.triton_matmul import load_tile, store_tile
 from tnp.ops.projection.products import empty_linear
 
-# The padded inner width that a program reads at once, and a warp's smallest part of it. With up to
-# 16 warps a drawn target took a tenth longer (H100).
+# The padded inner width that a program reads at once, and the smallest part of it that a warp
+# takes. With up to 16 warps, drawing a target took a tenth longer than with 8 (H100).
 MOST_WIDTH, WARP_WIDTH, MOST_WARPS = 2048, 128, 8
 _triton = triton_from(80)
 

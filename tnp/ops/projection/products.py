@@ -118,8 +118,8 @@ def launch_of(
     """Returns the launch of a forward pass on x.
 
     Keys and values are one product, with k and v as halves of its rows [B, n_k, 2 · D]. They are
-    not if results must lie apart, or if `project_keys` is given: (rows [B, n_k, D], w_k, n_keys) →
-    keys.
+    two products if results must lie apart, or if `project_keys` is given. `project_keys` takes
+    (rows [B, n_k, D], w_k, n_keys) and returns keys.
     """
     dtype, (batch, n_rows, d_model), n_heads = x.dtype, x.shape, call.problem["n_heads"]
     n_q, n_k = call.problem["n_q"], call.problem["n_k"]
@@ -358,8 +358,8 @@ def _rows(x: torch.Tensor, start: int, n: int) -> Read:
     """Returns a function that reads rows `start` to `start + n` of x [B, L, D] as a matrix [B · n,
     D].
 
-    PyTorch's copy of strided rows moves one element a thread. Elements of 16 bytes, if possible,
-    take a third of the time (H200).
+    PyTorch's copy of strided rows moves one element a thread. So elements of 16 bytes are copied if
+    possible.
     """
     shape, dtype = (x.shape[0] * n, x.shape[-1]), x.dtype
     if n == x.shape[1]:

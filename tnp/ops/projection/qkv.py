@@ -36,7 +36,7 @@ def reference(x, weight, n_keys, n_heads, n_q=None, n_k=None, centred=False, bas
     n_rows, d_model = x.shape[1:]
     n_q, n_k = n_rows if n_q is None else n_q, n_rows if n_k is None else n_k
     w = weight.to(x.dtype)
-    # Not n_q == n_k: a compiler would make a program for each outcome.
+    # With n_q == n_k a compiler would make a program for each outcome.
     if n_q == n_rows and n_k == n_rows and not (centred or base2):
         q, k, v = product(x, w).chunk(3, -1)
     else:
@@ -72,8 +72,8 @@ def _centred(rows, weight, n_keys):
     index = (spread // CENTRE_ROWS).long()[..., None].expand(len(rows), -1, rows.shape[-1])
     with torch.no_grad():
         centre = rows.gather(1, index).mean(1, keepdim=True) @ weight.mT
-    # In one product: if subtracted later, the part that both have in common would already be
-    # rounded.
+    # One call multiplies and subtracts: if the mean were subtracted later, the part that keys and
+    # mean have in common would already be rounded.
     return torch.baddbmm(-centre, rows, weight.mT.expand(len(rows), -1, -1))
 
 

@@ -31,7 +31,7 @@ class Config(KernelConfig):
     num_warps: int
 
 
-# By bytes per element: for up to `FEW` rows, and for more.
+# Configurations by bytes per element, for up to `FEW` rows and for more rows.
 FEW_ROWS = {2: Config(16, 32, 512, 1, 8), 4: Config(16, 16, 128, 4, 4)}
 MANY_ROWS = {2: Config(32, 64, 256, 1, 8), 4: Config(16, 32, 64, 1, 4)}
 

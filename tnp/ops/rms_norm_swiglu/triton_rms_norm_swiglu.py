@@ -27,8 +27,8 @@ from tnp.ops._shared.primitives import cast
 from tnp.ops._shared.rows import bound_sum, load_rows, programs, row_offsets
 from tnp.ops._shared.walks import walk
 
-MAX_WIDTH = 16384  # the forward pass holds whole rows in registers up to this width,
-MAX_HELD = 8192  # and up to this width both passes hold everything
+MAX_WIDTH = 16384  # the forward pass holds rows in registers up to this width
+MAX_HELD = 8192  # both passes hold rows, and dweight, in registers up to this width
 CHUNK = 2048  # columns of a block of a row that is read twice
 WARP = 32
 

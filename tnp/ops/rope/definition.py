@@ -20,7 +20,7 @@ THETA = 10000.0
 
 
 def reference(q, k, cos, sin, positions=None, *, interleaved=False):
-    """Computes Hugging Face's formula, in the tables' dtype if wider, and rounds once."""
+    """Computes Hugging Face's formula in the wider dtype of x and the tables, and rounds once."""
     import torch
     from torch.nn.functional import embedding
 

@@ -29,8 +29,8 @@ class Config:
     num_warps: int
 
 
-# With 1024 pairs and four warps a thread has halves of 16 bytes of one head, with 2048 pairs of two
-# heads.
+# With 1024 pairs and four warps a thread has halves of 16 bytes of one head. With 2048 pairs it has
+# halves of two heads.
 CONFIGS = (
     Config(1024, 8, 4),
     Config(1024, 4, 4),
@@ -177,7 +177,7 @@ def _turn_tile(
         scaled_a, scaled_b = a * a_weight.to(tl.float32), b * b_weight.to(tl.float32)
     turned_a, turned_b = scaled_a * cos - scaled_b * sin, scaled_b * cos + scaled_a * sin
     if NORM:
-        # In this order ptxas issues more of the loads before it waits for the first.
+        # rstd comes late: ptxas then issues more of the loads before it waits for the first.
         rstd = reciprocal_root(a, b, eps, HALF)
         turned_a, turned_b = turned_a * rstd, turned_b * rstd
     store_pairs(out_ptr, offs_out, turned_a, turned_b, mask, HALF, BLOCK, INTERLEAVED)
@@ -262,8 +262,8 @@ class Tiles:
         heads = gcd(gcd(*n_heads), min(config.heads, max(1, pairs // block)))
         tokens = max(1, pairs // (block * heads))
         tokens = min(tokens, triton.next_power_of_2(self.n_tokens))
-        self.blocks = [n // heads for n in n_heads]  # of a token
-        self.rows = triton.cdiv(self.n_tokens, tokens)  # of tiles
+        self.blocks = [n // heads for n in n_heads]  # tiles of the heads of a token
+        self.rows = triton.cdiv(self.n_tokens, tokens)  # tiles along the tokens
         self.constants = {"HALF": half, "BLOCK": block, "TOKENS": tokens, "HEADS": heads}
 
 

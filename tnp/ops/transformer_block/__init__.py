@@ -280,8 +280,8 @@ def transformer_block(
     Args:
         h: [B, L, d_model], in a dtype that `linear` takes.
         update: a tensor like h that the block adds to h first, or None.
-        weights: in the order of `WEIGHTS`: norms [d_model], qkv [3·d_model, d_model], output
-            [d_model, d_model], up [d_ff, d_model], down [d_model, d_ff]; any float dtype.
+        weights: tensors in the order of `WEIGHTS`: norms [d_model], qkv [3·d_model, d_model],
+            output [d_model, d_model], up [d_ff, d_model], down [d_model, d_ff]; any float dtype.
         n_heads: heads of attention.
         n_k: how many of the first rows are keys and values, from 1 to L. None: L.
         first: the first row that is a query; rows before it are not returned.

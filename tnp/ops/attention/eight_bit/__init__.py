@@ -100,7 +100,7 @@ def rounded(
 ) -> dict[str, Tensor]:
     """Returns o in float64 from q, k, v and p as 8 bits hold them. There are no gradients.
 
-    The reference of p is that of online softmax over blocks of 128 keys, rounded up to a whole
+    p is relative to the reference of online softmax over blocks of 128 keys, rounded up to a whole
     number. The last block comes first.
     """
     import torch

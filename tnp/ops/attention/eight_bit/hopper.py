@@ -113,7 +113,7 @@ def _packed(p):
 def _values(pipe, p, stage):
     """Starts p v with the values of a stage."""
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 32])
-    # Two transposed tiles [D, 64], one behind the other, lie as [D, 128] in rows of 64 bytes.
+    # Two transposed tiles [D, 64], one after the other, lie as [D, 128] in rows of 64 bytes.
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(GROUP, 8, 2)
     v_t = tile(pipe.v, stage)._reinterpret(gl.float8e4nv, [HEAD_DIM, BLOCK], LAYOUT)
     zeros = gl.zeros([ROWS, HEAD_DIM], gl.float32, OUT)
@@ -209,7 +209,7 @@ def _consumer(pipe, o_desc, part_ptr, vector_ptr, WARPGROUP: gl.constexpr):
             )
             mbarrier.arrive(pipe.q_empty.index(slot), count=1)
 
-            # Computed again: kept through the loops over keys it would take registers.
+            # These are computed again: kept through the loops over keys they would take registers.
             _index, bh, row, _n_rows, _keys, first, last = pipe.item(i)
             if i < pipe.n_whole:
                 offs_d = opaque(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUT)))
@@ -218,7 +218,7 @@ def _consumer(pipe, o_desc, part_ptr, vector_ptr, WARPGROUP: gl.constexpr):
                 o = acc * of_row[:, None] + vector[None, :]
                 # Waits until the last tile's output has left shared memory.
                 tma.store_wait(0)
-                # Opaque, or addresses would be kept through the loops, and spill.
+                # Without `opaque` addresses would be kept through the loops, and spill.
                 buffer = opaque(WARPGROUP)
                 tile(pipe.o, buffer).store(o.to(o_desc.dtype))
                 fence_async_shared()

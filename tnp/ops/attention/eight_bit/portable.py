@@ -1,6 +1,7 @@
 """Computes attention forward in 8 bits in portable Triton, with the same numbers as `hopper`.
 
-It has the same scales and blocks of 128 keys, takes the last block first, and adds up alike.
+It has the same scales and blocks of 128 keys, takes the last block first, and adds up in the same
+order.
 """
 
 from collections.abc import Callable
@@ -72,7 +73,8 @@ def _attention_fwd_8bit_kernel(
     unit = tl.load(scales_ptr + 2 * n_own - 1)
     for i in tl.range(0, n_own):
         block = (i + n_own - 1) % n_own
-        # Keys in the order of their values: the scores' columns need no exchange.
+        # Keys are loaded in the order of their values, so that the scores' columns need no
+        # exchange.
         keys = block * BLOCK + key_at(positions)
         k = load_rows(k8_ptr, keys, n_keys, HEAD_DIM, HEAD_DIM, True)
         s = dot(q, tl.trans(k)) * (of_row * tl.load(scales_ptr + 2 * block))[:, None]
@@ -95,7 +97,7 @@ def _attention_fwd_8bit_kernel(
 
 
 def configs(call: Call) -> tuple[Config, ...]:
-    """Returns the candidates, the default first. None was measured."""
+    """Returns the candidates, the default first."""
     return (Config(64, 4, 2), Config(128, 8, 2))
 
 

@@ -55,7 +55,7 @@ def value_offsets(block, positions, offs_d, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _mean(ptr, n_keys, stride_n, HEAD_DIM: tl.constexpr):
-    """Returns the mean [D], float32, of `SAMPLED` rows spread over a sample, or of all if fewer."""
+    """Returns the mean [D], float32, of at most `SAMPLED` rows spread evenly over a sample."""
     n = tl.minimum(n_keys, SAMPLED)
     total = tl.zeros([HEAD_DIM], tl.float32)
     for begin in tl.range(0, SAMPLED, BLOCK):

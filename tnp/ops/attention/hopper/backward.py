@@ -40,11 +40,13 @@ from tnp.ops.attention.primitives import (
     store_rows,
 )
 
-# From this many queries on, programs of `fused` are not persistent. Both forms take as long at
-# 11,000 queries. At 205,000 persistent ones take 2 % more, or 5 % if q carries the scale (H200).
+# From this many queries on, programs of `fused` are not persistent. At 11,000 queries both forms
+# are equally fast. At 205,000, persistent programs take 2 % more time, or 5 % if q carries the
+# scale (H200).
 LONG_WALK = 16_384
-# A piece of a split item costs so many query tiles beside its own (5.5 µs on an H200). Splitting
-# must save the busiest multiprocessor so many tiles, because another launch adds up the pieces.
+# PIECE_TILES: a piece of a split item costs as much as its own query tiles and so many more (5.5 µs
+# on an H200). MIN_TILES_SAVED: splitting must save the busiest multiprocessor so many tiles,
+# because another launch adds up the pieces.
 PIECE_TILES, MIN_TILES_SAVED = 6, 16
 # Splitting must also save this share of them: long walks have many pieces, whose sums take memory.
 MIN_SHARE_SAVED = 0.01
@@ -112,10 +114,10 @@ def by_head(call: Call) -> Reason:
     if n_kv_heads(p) == p["n_heads"]:
         return "it is for heads that share keys"
     items = n_tiles(p["n_k"], BLOCK_N.value, int(p["n_sequences"])) * p["batch"] * n_kv_heads(p)
-    # The average walk's share of the longest. It is a half under a causal mask, and here a little
-    # more. 4,096 tokens of Llama 3 8B's heads are 256 items for 132 multiprocessors. `fused` took
-    # 0.649 ms and `separate` 0.848 with programs of each head. 4,097 tokens without took 0.626 and
-    # 0.697 (H200).
+    # The average walk's length over the longest walk's. Under a causal mask it is a half. With 0.6
+    # instead, 4,096 tokens of Llama 3 8B's heads (256 items for 132 multiprocessors) get no
+    # programs of each head. With them `fused` took 0.649 ms and `separate` 0.848; without them, at
+    # 4,097 tokens, 0.626 and 0.697 (H200).
     share = 0.6 if p["causal"] and not p["window"] else 1.0
     if share * items >= call.target.multiprocessors:
         return (
@@ -134,7 +136,7 @@ def separate_configs(call: Call) -> tuple[DkdvConfig, ...]:
 
 
 def fused_configs(call: Call) -> tuple[DkdvConfig, ...]:
-    """Returns the candidates, the default first. One is persistent if all items are as long."""
+    """Returns the candidates, the default first. One is persistent if items are equally long."""
     found = separate_configs(call)
     p = call.problem
     if plain(p) and not p["n_keys"] and p["n_q"] < LONG_WALK:
@@ -200,7 +202,7 @@ def prepare_fused(*arguments):
 
 @backward
 def prepare_separate(*arguments):
-    """Prepares the same with dq added up in one order."""
+    """Prepares the statistics, dk and dv with dq added up in one order, and the rows of dq."""
     return _prepare(*arguments, ordered=True)
 
 

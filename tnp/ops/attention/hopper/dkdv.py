@@ -75,7 +75,7 @@ class DkdvConfig:
     """Configures the launch.
 
     num_stages: tiles of queries in flight, a power of two.
-    registers: of each thread of a consumer.
+    registers: registers of each thread of a consumer.
     persistent: one program on each multiprocessor works through items, and fetches the next while
         it works. Else there is a program for each item. With n_keys no program is persistent.
     """
@@ -163,7 +163,7 @@ def _times_transposed(a, b):
 def _start_dp(pipe, v, do, stage):
     """Starts v doᵀ − delta."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    # The matmul adds to −delta, so delta is awaited where time is left: 557 → 570 TFLOP/s (mid).
+    # The matmul adds to −delta, so delta is awaited where time is left.
     start = gl.zeros([ROWS, ROWS], gl.float32, S) - _row_of(pipe.delta, stage)
     return warpgroup_mma(v, do.permute((1, 0)), start, is_async=True)
 
@@ -199,9 +199,9 @@ def _some_hidden(pipe, key, row, n_rows, keys):
 
 @gluon.jit
 def _visible(pipe, key, row, n_rows, keys, S: gl.constexpr):
-    """Returns, for these keys and queries, whether a query sees a key."""
-    # Opaque: kept through the loop, indices and masks would spill. A thread has rows 2·(lane % 4)
-    # plus a constant of each register: one index instead of 16.
+    """Returns whether each of these queries sees each of these keys."""
+    # Without `opaque`, indices and masks would be kept through the loop, and spill. A thread has
+    # rows 2·(lane % 4) plus a constant of each register: one index instead of 16.
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(0, S))
     of_thread = opaque(rows & 6) + row if pipe.ORDERED else opaque((rows & 6) + row)
     rows = of_thread + (rows & 57)
@@ -330,7 +330,7 @@ def walk_visible(pipe, scale_log2, item, WARPGROUP: gl.constexpr):
             mbarrier.wait(pipe.full.index(stage), phase)
         q = tile(pipe.q, stage)
         do = tile(pipe.do, stage)
-        # Opaque, or their descriptors would be kept through the loop, and spill.
+        # Without `opaque` their descriptors would be kept through the loop, and spill.
         own = opaque(i * 0 + WARPGROUP)
         if not AHEAD:
             s = warpgroup_mma_wait(0, deps=[_times_transposed(tile(pipe.k, own), q)])
@@ -345,7 +345,7 @@ def walk_visible(pipe, scale_log2, item, WARPGROUP: gl.constexpr):
         if AHEAD:
             dv = warpgroup_mma_wait(0, deps=[dv_started])
             # After the last stage it computes that stage's scores once more, and drops them.
-            last = opaque(end) - 1  # or it would spill
+            last = opaque(end) - 1  # without `opaque` it would spill
             following, phase = ring(gl.minimum(i + 1, last), pipe.STAGES)
             mbarrier.wait(pipe.full.index(following), phase)
         dk_started = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
@@ -539,7 +539,7 @@ def _store_rows(pipe, item, ptr, x, WARPGROUP: gl.constexpr):
             row += first_k
             end = first_k + keys
     n_heads = pipe.n_heads if pipe.PLAIN else opaque(pipe.n_heads)
-    heads = n_heads if pipe.APART else 2 * n_heads  # of a row
+    heads = n_heads if pipe.APART else 2 * n_heads  # heads in a row of memory
     first = ((b.to(gl.int64) * pipe.n_k + row) * heads + h) * pipe.HEAD_DIM
     ptrs = ptr + first[:, None] + column[None, :]
     gl.store(ptrs, x.to(ptr.dtype.element_ty), mask=(row < end)[:, None])

@@ -13,8 +13,9 @@ from tnp.ops.attention.keys import block_in_turn, blocks_after, blocks_before, p
 
 ROWS = gl.constexpr(64)  # keys of a consumer, and queries of a tile
 BLOCK_N = gl.constexpr(128)
-# A section of heads has at least this many rounds of programs. Counted for 196 causal problems, the
-# busiest multiprocessor then has 3 % more work than the average, and 16 % head by head.
+# A section of heads has at least this many rounds of programs. Counted over 196 causal problems,
+# the busiest multiprocessor then has 3 % more work than the average. With sections of one head it
+# would have 16 % more.
 LEAST = 1.5
 
 
@@ -25,7 +26,7 @@ def heads_in_turn(call: Call, of_head: int, n_heads: int) -> int:
     small last section would launch its longest items last. All heads together would leave too
     little in the L2 cache.
 
-    With a window it is 1, because all items take as long. There `fused` took 4.26 ms with four
+    With a window it is 1, because all items are equally long. There `fused` took 4.26 ms with four
     heads in turn and 3.94 ms with one (H200, D = 128, 2 × 8,192 tokens, window of 4,096).
 
     Args:
@@ -90,7 +91,7 @@ class Pipeline:
     SPLIT: gl.constexpr
     APART: gl.constexpr  # dk and dv are [B, n_k, H, D] each, not halves of [B, n_k, 2, H, D]
     ORDERED: gl.constexpr  # dq is added up in one order
-    LAST_FIRST: gl.constexpr  # in the order from a head's last block of keys to its first
+    LAST_FIRST: gl.constexpr  # programs take a head's last block of keys first
 
     @gluon.jit
     def item(self):
@@ -130,7 +131,7 @@ class Pipeline:
     def turn(self, item):
         """Returns the slot of an item's keys, the slot's phase, and the program's earlier stages.
 
-        All items walk as many stages. That is why no program is persistent with n_keys.
+        All items walk equally many stages. That is why no program is persistent with n_keys.
         """
         if self.PERSISTENT:
             before = (opaque(item) - gl.program_id(0)) // gl.num_programs(0)
@@ -195,7 +196,7 @@ class Pipeline:
 
     @gluon.jit
     def blocks_before(self, key, row, n_rows, keys):
-        """Returns how many blocks of keys add to dq of rows row … row + 63 before that of `key`."""
+        """Counts the blocks that add to dq of rows row … row + 63 before the block of `key`."""
         if self.LAST_FIRST:
             before = blocks_after(
                 key, row, n_rows, keys, self.left, self.right, BLOCK_N, ROWS, self.LEFT, self.RIGHT
@@ -240,7 +241,7 @@ class Pipeline:
         elif self.LEFT:
             return gl.where(row == begin, past, row) - ROWS
         else:
-            # Opaque: ptxas of Triton 3.7 would spill.
+            # Without `opaque`, ptxas of Triton 3.7 spills.
             return gl.where((i + 1) % self.GROUP == 0, opaque(row) - ROWS, row)
 
     @gluon.jit

@@ -14,8 +14,8 @@ all its tiles again with online softmax (Milakov and Gimelshein, arXiv 1805.0286
 takes a score 64 above m, to base 2.
 
 BASE2: q carries scale·log2(e), and m is 0 unless a block is the only one. A score then costs an
-exponential and no FFMA. That saves 5 to 7 % of the time, because power limits the kernel. Sums from
-2^−64 to 2^64 are accepted: no weight that matters then under- or overflows in bfloat16.
+exponential and no FFMA, which is faster because power limits the kernel. Sums from 2^−64 to 2^64
+are accepted: no weight that matters then under- or overflows in bfloat16.
 
 The exponentials of one warpgroup run beside the matmuls of the others, as in FlashAttention-3
 (arXiv 2407.08608).
@@ -79,7 +79,8 @@ from tnp.ops.attention.primitives import (
 LIMIT = gl.constexpr(2.0**64)
 LEAST = gl.constexpr(2.0**-64)  # the smallest sum that is accepted if the reference is 0
 COMBINE_ROWS = 32
-# Splitting must save a program so many blocks of keys, 0.6 µs each on an H200: parts cost 10 µs.
+# The fewest blocks of keys that splitting must save a program. On an H200 a block takes 0.6 µs, and
+# adding up parts takes 10 µs.
 MIN_BLOCKS_SAVED = 16
 SECTION_BYTES = 24 * 2**20  # keys and values of a section; an H200's L2 cache holds 50 MiB
 
@@ -132,7 +133,7 @@ def _reference(pipe, m):
 
 @gluon.jit
 def _first_block(pipe, q, step, keys, block, alone, place, ONLINE: gl.constexpr):
-    """Returns (p, m, l_i) after the first block. It is the last one, so it is always masked.
+    """Returns (p, m, l_i) after the first block, which has the last keys: it is always masked.
 
     `alone`: whether it is the only block. `place`: where the rows are; see `_hidden`.
     """
@@ -145,7 +146,7 @@ def _first_block(pipe, q, step, keys, block, alone, place, ONLINE: gl.constexpr)
     if pipe.MASKED:
         s = _hidden(pipe, s, block, place)
     else:
-        # As in `_hidden`.
+        # Columns count as in `_hidden`.
         columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S))
         inside = (columns & -7) < opaque(keys - block * BLOCK_N) - opaque(columns & 6)
         s = gl.where(inside[None, :], s, float("-inf"))
@@ -204,7 +205,8 @@ def _hidden(pipe, s, block, place):
     S: gl.constexpr = s.type.layout
     row, n_rows, keys = place
     # Rows and keys count from the thread's own first column of the block, 2·(lane % 4), so that its
-    # columns are constants. Opaque: kept through the loops, indices and masks would spill.
+    # columns are constants. Without `opaque`, indices and masks would be kept through the loops,
+    # and spill.
     columns = gl.arange(0, pipe.BLOCK_N, layout=gl.SliceLayout(0, S))
     origin = (opaque(columns & 6) + block * pipe.BLOCK_N)[None, :]
     rows = (opaque(row) + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)))[:, None]
@@ -219,7 +221,7 @@ def _hidden(pipe, s, block, place):
 def attend(pipe, q, step, keys, first, last, ONLINE: gl.constexpr):
     """Returns acc [64, D], l_i [64] and m [64] of a warpgroup over key blocks first … last − 1.
 
-    `step` stages were consumed before. Unless ONLINE, the reference m is that of the first block.
+    `step` stages were consumed before. Unless ONLINE, m is the reference of the first block.
     """
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.HEAD_DIM, 16])
     acc = gl.zeros([ROWS, pipe.HEAD_DIM], gl.float32, OUT)
@@ -235,14 +237,14 @@ def attend(pipe, q, step, keys, first, last, ONLINE: gl.constexpr):
 
 @gluon.jit
 def _whole_sums(pipe, l_i, ONLINE: gl.constexpr):
-    """Returns the sums of rows from those of lanes."""
+    """Returns the sums of rows from the sums of lanes."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pipe.BLOCK_N, 16])
     return l_i if ONLINE else gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, S))
 
 
 @gluon.jit
 def attend_masked(pipe, q, step, place, first, last, ONLINE: gl.constexpr):
-    """Returns the same as `attend`, from the last block that these rows see to the first.
+    """Does the same as `attend`, from the last block that these rows see to the first block.
 
     The tile's other warpgroups may see more blocks. This warpgroup hands those back unread.
     """
@@ -317,7 +319,7 @@ def store_part(pipe, part_ptr, i, acc, m, l_i, WARPGROUP: gl.constexpr):
     part_rows = part * (pipe.CONSUMERS * ROWS) + WARPGROUP * ROWS
     rows = gl.arange(0, ROWS, layout=m.type.layout)
     acc_rows = part_rows + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
-    # Opaque, or indices would be kept through the loops, and spill.
+    # Without `opaque` indices would be kept through the loops, and spill.
     offs_d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUT)) + opaque(i * 0)
     gl.store(part_ptr + acc_rows[:, None] * WIDTH + offs_d[None, :], acc)
     gl.store(part_ptr + (part_rows + rows) * WIDTH + HEAD_DIM, m)
@@ -348,7 +350,7 @@ def _consume(
         if (index < pipe.n_tiles) & (first < last):
             slot, phase = ring(n, 2)
             mbarrier.wait(pipe.q_full.index(slot), phase)
-            # In registers, which relieves shared memory: 557 → 574 TFLOP/s (mid, H200).
+            # An operand in registers relieves shared memory: 557 → 574 TFLOP/s (mid, H200).
             q = tile(pipe.q, slot * pipe.CONSUMERS + WARPGROUP)
             IN_REGISTERS: gl.constexpr = pipe.HEAD_DIM * pipe.BLOCK_N < 128 * 128  # else they spill
             operand = q.load(gl.DotOperandLayout(0, S, 2)) if IN_REGISTERS else q
@@ -361,14 +363,14 @@ def _consume(
             else:
                 acc, l_i, m = attend(pipe, operand, step, keys, first, last, ONLINE)
 
-            # Computed again: kept through the loops over keys it would spill.
+            # These are computed again: kept through the loops over keys they would spill.
             _index, bh, row, n_rows, keys, first, last = pipe.item(i)
             row += WARPGROUP * ROWS
             sees = True
             if pipe.MASKED:
                 sees = _sees(pipe, (row, n_rows, keys), S)
             if not ONLINE:
-                # Not l > LIMIT, which would be false for NaN.
+                # `~(l_i > LIMIT)` would accept NaN.
                 stands = l_i <= LIMIT
                 if pipe.MASKED:
                     stands = stands & ((l_i >= LEAST) | ~sees)
@@ -377,8 +379,8 @@ def _consume(
                 if o_desc.dtype == gl.float16:
                     finite = gl.sum(acc * 0.0, 1) == 0.0
                     stands = stands & gl.convert_layout(finite, gl.SliceLayout(1, S))
-                # Kept by row, and read once after all items: for a maximum over warps ptxas would
-                # keep a register through all loops, and spill it.
+                # A failure is kept by row, and read once after all items. For a maximum over warps
+                # ptxas would keep a register through all loops, and spill it.
                 failed = pipe.failed.slice(WARPGROUP * ROWS, ROWS)
                 failed.store(gl.where(stands, failed.load(gl.SliceLayout(1, S)), 1.0))
 
@@ -501,7 +503,7 @@ class ForwardConfig:
 
     block_n: keys of a block.
     num_stages: blocks in flight, a power of two.
-    registers: of each thread of a consumer.
+    registers: registers of each thread of a consumer.
     consumers: warpgroups of 64 rows. Three overlap best. Two leave fewer rows of a last tile empty.
     """
 
@@ -512,7 +514,7 @@ class ForwardConfig:
 
 
 def schedule(n_tiles: int, blocks: int, programs: int, may_split: bool) -> tuple[int, int, int]:
-    """Returns a program's whole query tiles, the tiles to split, and its key blocks of those.
+    """Returns a program's whole query tiles, the tiles to split, and its key blocks of split tiles.
 
     Without a split, the last round has whole tiles too, and not all programs get one.
     """
@@ -531,8 +533,8 @@ def _combine_kernel(
 ):  # fmt: skip
     """Writes rows of a split tile from its parts: Σ 2^(m − max m)·acc over Σ 2^(m − max m)·l.
 
-    CENTRED: `beside` holds a vector for each head, which is added to the rows. Else it is lse,
-    which is written.
+    CENTRED: `beside` holds a vector for each head, which is added to the rows. Otherwise the kernel
+    writes lse there.
     """
     split = tl.program_id(0)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -1,11 +1,11 @@
 """Defines the state that all partitions of Hopper's forward kernels share, and their producer.
 
-Without a mask all tiles of queries see as many keys. A program takes its share of them whole, and
-the tiles left over are split along the keys where that pays.
+Without a mask all tiles of queries see equally many keys. A program takes its share of them whole,
+and the tiles left over are split along the keys where that pays.
 
 With a mask the tiles that see most keys come first. Programs take them in turn, there and back, so
-that all have as much to do. They take heads in sections whose keys and values stay together in the
-L2 cache.
+that all programs have equally much to do. They take heads in sections whose keys and values stay
+together in the L2 cache.
 """
 
 from triton.experimental import gluon
@@ -68,7 +68,7 @@ class Pipeline:
     @gluon.jit
     def n_items(self):
         """Returns the most tiles that a program works on, whole or in part: see `item`."""
-        # Else the registers of a path around the loop would be merged with the loop's.
+        # Without these the registers of a path around the loop would be merged with the loop's.
         gl.assume(self.n_whole >= 0)
         gl.assume(self.n_whole < 2**30)
         return self.n_whole + 2

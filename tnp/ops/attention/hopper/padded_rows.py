@@ -84,7 +84,7 @@ def _statistics_kernel(
             tl.store(padded_ptr + 2 * rows + pid_bh, tl.max(some_left, 0))
         weight = tl.math.exp2(tl.where(left == 0.0, -lse, 0.0))  # past the end do is 0
         do = (do * weight[:, None]).to(weighted_ptr.dtype.element_ty)
-        # From the rounded do: rows of the gradient of scores then sum to zero.
+        # Delta is computed from the rounded do: rows of the gradient of scores then sum to zero.
         delta = tl.sum(o * do.to(tl.float32), 1)
         if HAS_DLSE:
             dlse *= weight
@@ -121,8 +121,8 @@ def _finish_dq_kernel(
     if PACKED and row >= end:
         return
     tile = tile_ptr + at * ROWS * HEAD_DIM
-    # In each 64 columns a register holds row 16·warp + 8·half + lane/4 and column
-    # 8·block + 2·(lane % 4) + pair.
+    # A register holds row 16·warp + 8·half + lane/4 and, in each 64 columns, column 8·block +
+    # 2·(lane % 4) + pair.
     x = tl.load(tile + tl.arange(0, ROWS * HEAD_DIM)) * scale
     if ORDERED:
         x = tl.where(tl.load(count_ptr + at) > 0, x, 0.0)
@@ -154,7 +154,7 @@ class PaddedRows:
 
         | argument | meaning |
         |---|---|
-        | o, do, lse | of the forward pass, and the gradient of o |
+        | o, do, lse | o and lse of the forward pass, and the gradient of o |
         | dlse | the gradient of lse, if `of_lse` |
         | padded | written: padded lse, then delta, then if `base2` a number a head |
         | dq_tiles | become 0 if not `ordered` |

@@ -98,12 +98,14 @@ def tile_in_turn(i, n_tiles, of_head, section, rounds=None):
     """Returns a program's i-th tile of queries: its index, head of the batch, and tile in the head.
 
     There is no tile if the index is n_tiles or more. Each head has `of_head` tiles. Programs take
-    tiles there and back: tiles that see most keys come first, and all programs have as much to do.
+    tiles there and back: tiles that see most keys come first, and all programs have equally much to
+    do.
 
     Heads are taken in sections. A section's tiles go from the last to the first, each head in turn.
-    `rounds` are those of a section, if given. A section's last round may then be short, and the
-    next section begins a new round. Else programs with the largest tiles of one section would have
-    more to do than others of the same round with the last tiles of another.
+    `rounds`: how many rounds of programs a section takes, or None. If it is given, a section's last
+    round may be short, and the next section begins a new round. Without it, programs with the
+    largest tiles of one section could have more to do than programs that have the last tiles of
+    another section in the same round.
     """
     i = opaque(i)
     program = opaque(gl.program_id(0))
@@ -133,7 +135,7 @@ def store_some(ptr, x, bh, row, end, n_heads):
     LAYOUT: gl.constexpr = x.type.layout
     HEAD_DIM: gl.constexpr = x.shape[1]
     rows = row + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, LAYOUT))
-    # Opaque, or indices would be kept through the loops, and spill.
+    # Without `opaque` indices would be kept through the loops, and spill.
     offs_d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT)) + opaque(row * 0)
     of_row = (rows.to(gl.int64) * n_heads + bh) * HEAD_DIM
     gl.store(ptr + of_row[:, None] + offs_d[None, :], x, mask=(rows < end)[:, None])

@@ -9,7 +9,7 @@ A program of the first kernel owns a tile of keys and walks the queries. It comp
 that both feed their matmuls without a transpose. If the key tiles are too few to fill the GPU, the
 queries are split into segments. Each segment writes float32 partials, and another launch adds them
 up. A program of the second kernel owns a tile of queries and walks the keys. The fused form is one
-launch: its first programs work as the first kernel's, the others as the second's.
+launch: its first programs do the first kernel's work, the other programs the second kernel's.
 
 Every sum has a fixed order, so results are equal from run to run. (Dao, FlashAttention-2, arXiv
 2307.08691.)
@@ -123,7 +123,7 @@ def attention_bwd_dkdv_kernel(
     """Writes dk and dv, which share strides. A program takes `segment` queries.
 
     `segment` is a multiple of BLOCK_M. If heads share keys, a program walks the queries of all of
-    them, one head after the other.
+    them, one head after another.
     """
     n_kv_heads = n_heads // GROUP
     pid_kv = tl.program_id(0) // n_tiles
@@ -268,7 +268,7 @@ def attention_bwd_fused_kernel(
     DQ_BLOCK_M: tl.constexpr, DQ_BLOCK_N: tl.constexpr,
     HAS_N_KEYS: tl.constexpr, PACKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Writes dk, dv and dq. The first programs own a tile of keys, the others a tile of queries."""
+    """Writes dk, dv, dq. First programs own a tile of keys, other programs a tile of queries."""
     if tl.program_id(0) < n_dkdv_programs:
         attention_bwd_dkdv_kernel(
             q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
@@ -318,10 +318,10 @@ class FusedConfig(KernelConfig):
     num_stages: int
 
 
-# Candidates by bytes per element and columns of a tile, the default first. None spills on any
-# target, and those for masks do not spill with masks. In 16 bits at 64 columns, the defaults of
-# `separate` are the fastest of ten on an H200 (batch 4, 11,000 queries, 10,000 keys). The others,
-# not measured, are the largest tiles that do not spill.
+# Candidates by bytes per element and columns of a tile, the default first. `tnp.gates.compile`
+# checks that none spills, and that MASKED ones do not spill with masks. In 16 bits at 64 columns,
+# the defaults of `separate` are the fastest of ten on an H200 (batch 4, 11,000 queries, 10,000
+# keys). Other tiles are the largest that do not spill.
 DKDV_CONFIGS = {
     (2, 64): (LaunchConfig(32, 64, 4, 3), LaunchConfig(32, 64, 4, 2)),
     (2, 128): (LaunchConfig(16, 128, 8, 2),),
@@ -391,9 +391,9 @@ def _segments(call: Call, config: LaunchConfig) -> tuple[int, int]:
 def separate_counts(call: Call, config: SeparateConfig) -> tuple[float, ...]:
     """Returns what a launch's time is made of: see `Kernel.counts`.
 
-    These are the launch and a sum of partials. For dk and dv: an average multiprocessor's programs,
-    the query tiles that they walk, and those of one program. For dq: its programs, the key blocks
-    that they walk, and those of one program.
+    They are the launch, and whether partials are summed. For dk and dv: an average multiprocessor's
+    programs, the query tiles that they walk, and the query tiles of one program. For dq: an average
+    multiprocessor's programs, the key blocks that they walk, and the key blocks of one program.
     """
     n_segments, tiles = _segments(call, config.dkdv)
     keys = primitives.n_key_tiles(call, config.dkdv.block_n) / call.target.multiprocessors

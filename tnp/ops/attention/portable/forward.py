@@ -42,10 +42,11 @@ from tnp.ops.attention.primitives import (
     tile_width,
 )
 
-# Candidates by bytes per element and columns of a tile, the default first. None spills on any
-# target, and those for masks do not spill with masks. In 16 bits at 64 columns, the default is the
-# fastest of ten on an H200 (batch 4, 11,000 queries, 10,000 keys). The last two were the fastest
-# for 113 queries and 920 keys (11 µs). The others, not measured, are the largest that do not spill.
+# Candidates by bytes per element and columns of a tile, the default first. `tnp.gates.compile`
+# checks that none spills, and that MASKED ones do not spill with masks. In 16 bits at 64 columns,
+# the default is the fastest of ten on an H200 (batch 4, 11,000 queries, 10,000 keys), and the last
+# two were the fastest for 113 queries and 920 keys (11 µs). Other tiles are the largest that do not
+# spill.
 CONFIGS = {
     (2, 64): (
         LaunchConfig(128, 64, 8, 3),
