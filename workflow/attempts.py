@@ -17,7 +17,7 @@ from pyarrow import ArrowException
 
 from tnp.experiment.failures import TRANSIENT
 
-ATTEMPTS = 3  # of a state, if each is killed
+ATTEMPTS = 3  # a state is tried so often if each attempt is killed
 # The end of a file's stem, for the wildcards of the rules.
 PATTERN = r"--[0-9a-f]{16}-\d+"
 STOPPED = "gate "  # the first word of the reason of a row that gates stopped
@@ -26,7 +26,7 @@ Job = TypeVar("Job")
 
 
 class Attempt(NamedTuple):
-    """One result of a job."""
+    """Holds one result of a job: its file, and the parts of the file's name."""
 
     file: Path
     stem: str

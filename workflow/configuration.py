@@ -25,15 +25,15 @@ MAX_VALUES = 100_000
 def places(
     default: str, files: Iterable[os.PathLike | str], overrides: Mapping[str, object]
 ) -> dict[Place, str]:
-    """Where each value of the merged configuration was written, such as "config.yaml, line 37".
+    """Returns where each value of the merged configuration was written: "config.yaml, line 37".
 
     Args:
         default: the file that is read first, unless it is missing and `files` stand in its place.
-        files: those of --configfile, in the order given: the later goes before the earlier.
-        overrides: the values of --config, which go before all files.
+        files: the files of --configfile in the order given. A later file overrides an earlier one.
+        overrides: the values of --config, which override all files.
 
     Raises:
-        ValueError: a file that is not there, that YAML cannot read, or that says a thing twice.
+        ValueError: a file is missing, YAML cannot read it, or a key stands in it twice.
     """
     files = [_shown(file) for file in files]
     if not files or Path(default).exists():
@@ -45,7 +45,7 @@ def places(
 
 
 def lines(file: str) -> dict[Place, int]:
-    """The line of each value of a YAML file; that of its key where it has one."""
+    """Returns the line of each value of a YAML file. If a value has a key, it is the key's line."""
     text = _text(file)
     try:
         loader = _Loader(text)
@@ -73,7 +73,7 @@ def lines(file: str) -> dict[Place, int]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Also refuses keys that stand twice or are no text, tags, and scalars that are no value."""
+    """Loads YAML, and refuses double keys, keys that are not text, tags, and unreadable scalars."""
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -109,7 +109,7 @@ class _Loader(yaml.SafeLoader):
 def _walk(
     loader: _Loader, node: yaml.Node, place: Place, above: tuple[yaml.Node, ...] = ()
 ) -> Iterator[tuple[Place, int]]:
-    """(place, line) of everything inside `node`."""
+    """Yields (place, line) of everything inside `node`."""
     if any(node is other for other in above):
         raise _refused(node, "what this anchor names contains itself")
     above += (node,)
@@ -134,7 +134,7 @@ def _refused(node: yaml.Node, what: str) -> yaml.MarkedYAMLError:
 
 
 def _sentence(error: yaml.MarkedYAMLError) -> str:
-    """Returns "line 12: …", with where it began, since a quote is missed at the end of the file."""
+    """Returns "line 12: …" and where it began: YAML misses a quote at the end of the file."""
     line = (error.problem_mark or error.context_mark).line + 1
     hint = "; indent with spaces, not with tabs" if r"'\t'" in error.problem else ""
     if error.context is None:
@@ -164,7 +164,7 @@ def _text(file: str) -> str:
 
 
 def _inside(value: object, place: Place = ()) -> Iterator[Place]:
-    """Places of all that is in `value`."""
+    """Yields the places of everything inside `value`."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
     for key, inner in items:
         yield (*place, key)
@@ -173,7 +173,7 @@ def _inside(value: object, place: Place = ()) -> Iterator[Place]:
 
 
 def _shown(file: os.PathLike | str) -> str:
-    """As a user would write it: Snakemake has made it absolute."""
+    """Returns `file` as a user would write it: Snakemake has made it absolute."""
     relative = os.path.relpath(file)
     return os.fspath(file) if relative.startswith(os.pardir) else relative
 
@@ -188,12 +188,12 @@ def expanded(
 ) -> tuple[dict[str, Any], dict[Place, str]]:
     """Returns `config` with its grids written out, and where each of its values was written.
 
-    An entry whose name has braces is a grid: an entry for each combination of the values in lists
-    that the braces name. "l{n_k}_d{head_dim}: {n_k: [512, 1024], head_dim: [64, 128]}" are four.
+    An entry whose name has braces is a grid. It becomes one entry for each combination of the
+    values in its lists: "l{n_k}_d{head_dim}: {n_k: [512, 1024], head_dim: [64, 128]}" are four.
     "{n_k:k}" writes 1024 as "1k". A key of several sizes gives them together, as in
     "n_q,n_k: [[150, 100], [300, 256]]". Several grids of one name stand in a list. An entry that is
-    written by itself goes before that of a grid, key by key. Text in a list stands for each word
-    in its braces: "llama/decode_{1k,8k}" are two.
+    written by itself overrides the grid's entry of the same name, key by key. Text in a list stands
+    for each word in its braces: "llama/decode_{1k,8k}" are two.
 
     Raises:
         ValueError: a grid that cannot be written out.
@@ -289,10 +289,10 @@ def _copy(old: Place, new: Place, written: dict[Place, str]) -> None:
 
 
 def check_command_line(arguments: list[str]) -> None:
-    """Ends the process with a sentence where a file of --configfile cannot be read, and where a
-    target stands behind --config.
+    """Ends the process with a sentence if a file of --configfile cannot be read, or if a target
+    stands behind --config.
 
-    Called from the profiles: Snakemake reads both ahead of the Snakefile, and ends in a traceback.
+    The profiles call it: Snakemake reads both ahead of the Snakefile, and ends in a traceback.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--configfile", "--configfiles", nargs="+", default=[])

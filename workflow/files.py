@@ -15,12 +15,12 @@ from workflow.attempts import Attempt, Attempts
 from workflow.plan import GATE, TABLES, Plan
 from workflow.studies import kinds
 
-Gates = list[str] | dict[str, list[str]]  # of a job; of an operator's benchmark by contender
+Gates = list[str] | dict[str, list[str]]  # by contender for a benchmark of an operator
 Replicate = int | str | None  # None for gates and training runs
 
 
 class Files:
-    """The files of a plan's jobs.
+    """Names the files of a plan's jobs.
 
     Args:
         plan: the jobs.
@@ -97,7 +97,7 @@ class Files:
         return [self.planned(self._plan.kind(name), name, r) for name, r in jobs]
 
     def of_gates(self, gates: Iterable[str]) -> list[str]:
-        """Returns the results of those of `gates` that config.yaml names."""
+        """Returns the files of `gates`, without gates that config.yaml does not name."""
         return [self.planned(GATE, gate)["gates"] for gate in self._named(gates)]
 
     def gates_waited_for(self) -> list[str]:

@@ -14,7 +14,10 @@ WHERE, TITLE = "Lints for ", "    * "
 
 
 def findings(report: str) -> list[str]:
-    """One line per finding in what the linter printed. Its JSON form is not to be had in 9.27."""
+    """Returns one line per finding in `report`, the text that the linter printed.
+
+    Snakemake 9.27 does not print its findings as JSON.
+    """
     found, where = [], ""
     for line in report.splitlines():
         if line.startswith(WHERE):

@@ -1,6 +1,6 @@
 """Plans what to run on a device: the jobs of all studies, their order, and what else has a name.
 
-Functions of the configuration and the device alone. The rules turn each job into files.
+A plan depends on the configuration and the device alone. The rules turn each job into files.
 """
 
 import hashlib
@@ -13,8 +13,8 @@ from tnp.dispatch.spec import OWN
 from tnp.gates import generic_gate
 from workflow.studies import Config, Here, Job, kinds, studies
 
-EVERY_OPERATOR = "operators"  # in section `gates`
-GATE = "gate"  # a kind of job that is no study's
+EVERY_OPERATOR = "operators"  # section `gates` may name all our operators' gates so
+GATE = "gate"  # a kind of job that belongs to no study
 # Tables that a job of each kind writes, one file of the same stem in each.
 TABLES = {GATE: ("gates", "kernels", "code", "environments")} | {
     kind: study.tables for kind, study in kinds().items()
@@ -56,7 +56,7 @@ def own_gates() -> list[str]:
 
 
 class Plan:
-    """The jobs of a configuration on one device.
+    """Holds the jobs of a configuration on one device.
 
     Args:
         config: what `validation.validate` returns.
@@ -97,7 +97,7 @@ class Plan:
         return found
 
     def elsewhere(self) -> dict[str, str]:
-        """Returns study or training run → a sentence, of those that are for other devices alone."""
+        """Returns study or training run → a sentence, for each that only other devices run."""
         entries = [study.entries(self.config) for study in studies() if not study.on_demand]
         every = {name: spec for found in entries for name, spec in found.items()}
         targets = [name for name in every if name not in self.config.training]
@@ -122,7 +122,7 @@ class Plan:
         return found
 
     def names_elsewhere(self) -> dict[str, str]:
-        """Returns id → a sentence that says for which device it is, of what only others measure."""
+        """Returns id → a sentence that names its device, for each job that only others measure."""
         sentences = self.elsewhere()
         others = (Plan(self.config, other, other).names()
                   for other in self.config.compute_dtype if other != self.device)  # fmt: skip

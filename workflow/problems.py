@@ -21,12 +21,12 @@ SECTIONS = ("shapes", "at", "problems")  # of an entry of `ops`, at least one of
 
 @dataclass(frozen=True)
 class Named:
-    """A problem by the name that its rows have as their shape."""
+    """Holds a problem, and the name that its rows have as their shape."""
 
     shape: str
     problem: Problem
     draw: dict[str, Any] = field(default_factory=dict)
-    columns: dict[str, int] = field(default_factory=dict)  # of its rows, beside the problem
+    columns: dict[str, int] = field(default_factory=dict)  # further columns of its rows
 
 
 def of_operator(config: Config, op: str, spec: Any, dtype: str) -> Iterator[Named]:
@@ -68,7 +68,7 @@ def of_operator(config: Config, op: str, spec: Any, dtype: str) -> Iterator[Name
 
 
 def implementations(op: str, named: Iterable[str]) -> list[str]:
-    """Returns the names of an entry, with those of other packages in place of "installed"."""
+    """Returns the names of an entry. "installed" becomes the names that other packages bring."""
     found: list[str] = []
     for name in named:
         found += catalog().installed(op) if name == INSTALLED else [name]
@@ -78,7 +78,7 @@ def implementations(op: str, named: Iterable[str]) -> list[str]:
 def without_case(problem: Problem, device: str) -> str | None:
     """Returns why no gate proves a problem, or None if a case has its dtype and options.
 
-    Options that are numbers, such as heads or a window, may be others: a gate has small ones.
+    Options that are numbers, such as heads or a window, may differ: a gate has small numbers.
     """
     if _kind(problem) in _kinds(problem.op, device):
         return None
@@ -92,7 +92,7 @@ def _kinds(op: str, device: str) -> frozenset[tuple]:
 
 
 def _kind(problem: Problem) -> tuple:
-    """Returns a problem's dtype and options; of a number, only whether it is given."""
+    """Returns a problem's dtype and options. For a number it says only whether it is given."""
     options = catalog().operator(problem.op).options
     given = [(name, options.get(name) is int or value) for name, value in problem.options]
     return problem.dtype, tuple(given)

@@ -19,7 +19,7 @@ ABSENT: Any = None  # the default of a key that may be left out, and may not be 
 
 
 class Section(BaseModel):
-    """Keys with values. An unknown key, or a value of another type, is refused."""
+    """Holds keys with values. Refuses an unknown key and a value of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -34,7 +34,7 @@ def kept(section: Any) -> Any:
 
 
 def checked(check: Callable[[Any], object], of: Any = Any) -> Any:
-    """Returns the type `of`, of whose values `check` says what is wrong, if anything."""
+    """Returns type `of` with one more check: `check(value)` returns what is wrong, if anything."""
 
     def validated(value: Any) -> Any:
         wrong = check(value)
@@ -58,7 +58,7 @@ def like(pattern: str, wanted: str) -> Any:
 
 
 def unique(item: Any, least: int = 0) -> Any:
-    """Returns the type of a list of at least so many items, none of which stands in it twice."""
+    """Returns the type of a list of at least `least` items, none of which stands in it twice."""
 
     def twice(values: list) -> str | None:
         found = [value for value in values if values.count(value) > 1]
@@ -80,7 +80,7 @@ def _free(value: object) -> str | None:
     return None
 
 
-# Three names and some marks make a file's name, which may have 255 characters.
+# Three names and some marks make a file's name, and a file system allows 255 characters.
 Name = like(
     r"(?=.{,48}$)[a-z][a-z0-9]*(_[a-z0-9]+)*",
     "a name of at most 48 small letters, digits and single underscores",
@@ -94,7 +94,7 @@ Names, SomeNames = unique(str), unique(str, 1)
 Switch = unique(bool, 1)
 Devices = unique(one_of("cuda", "cpu"), 1)
 Range = checked(lambda ends: len(ends) != 2 and "must be the smallest and the largest", list[Size])
-# Sizes and options, about which the operators say more.
+# Holds sizes and options. The operators check them further.
 Free = dict[str, checked(_free)]
 
 
@@ -109,7 +109,10 @@ class Model(Section):
 
 
 class Vary(Section):
-    """Smallest and largest sizes, drawn for each batch or sample. A shape's own are their means."""
+    """Holds smallest and largest sizes. Each batch or sample draws its own sizes between them.
+
+    The sizes of the shape itself are the means of the draws.
+    """
 
     each: one_of("batch", "sample") = ABSENT
     n_context: Range
@@ -126,7 +129,7 @@ class Shape(Section):
 
 
 class Run(Section):
-    """A batch that a language model is run on."""
+    """Holds the sizes of a batch that a language model is run on."""
 
     batch: Size
     n_tokens: Size
@@ -141,7 +144,7 @@ class Dtypes(Section):
 
 
 class Latency(Section):
-    """Numbers of single launches, where an entry of `ops` asks for their latency."""
+    """Holds the numbers of launches for an entry of `ops` that asks for latency."""
 
     warmup_calls: Size
     launches: Annotated[int, Field(ge=3, le=1_000_000)]
@@ -173,7 +176,7 @@ def _own_timing(value: object, check: Callable[[object], object]) -> object:
     return value
 
 
-# "latency", or what stands in place of what section `timing` says.
+# "latency", or values that replace values of section `timing`.
 OwnTiming = Annotated[Briefly, WrapValidator(_own_timing)]
 
 VariantSpec = create_model(
@@ -193,7 +196,7 @@ VariantSpec = create_model(
 
 
 class Study(Section):
-    """Where a study runs, how early, and how often."""
+    """Says on which devices a study runs, how early, and how often."""
 
     devices: Devices = ["cuda"]
     priority: Size
@@ -201,7 +204,7 @@ class Study(Section):
 
 
 class Shared(Section):
-    """The sections that are no study."""
+    """Holds the sections that belong to no study."""
 
     device: like(
         "auto|cpu|cuda|nvidia-[a-z0-9-]+",

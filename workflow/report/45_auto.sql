@@ -2,8 +2,8 @@
 -- `auto` takes for each operator the fastest implementation of a table. A choice is judged if it
 -- and its alternatives were timed beside each other, all with evidence. Cost says how much slower
 -- the choice is than the best of them, forward and backward together. "Default" means that the
--- table has neither an entry of this size nor a prediction. Older rows may say "nearest": the entry
--- of the nearest size.
+-- table has neither an entry of this size nor a prediction. Older rows may say "nearest": auto then
+-- used the entry of the nearest size.
 select
     device,
     source as table_entry,

@@ -1,9 +1,9 @@
 -- # What a training step costs the host
 -- Host time is the time from the call of a step until it returns, on an idle GPU. Step time is that
 -- of a step in a loop. If both are nearly equal, the GPU waits for the host. All forms of a shape
--- took turns in one process, on the processor that is named. Two ratios follow: host time over that
--- of PyTorch's fastest form without a CUDA graph, and step time over that of the same variant with
--- one.
+-- took turns in one process, on the processor that is named. Two ratios follow. The first divides
+-- the host time by the host time of PyTorch's fastest form without a CUDA graph. The second divides
+-- the step time by the step time of the same variant with a CUDA graph.
 select
     device,
     coalesce(processor, 'unknown') as processor,

@@ -1,8 +1,8 @@
 -- # What an eager call costs the host
 -- The table has microseconds of the host for one asynchronous call, without a CUDA graph, at a size
 -- where the device waits. "Recorded" is a forward pass that autograd records. "Training" has its
--- backward pass. "Chain" is one of many such calls in a row. PyTorch's plain form was timed in turn
--- in the same process.
+-- backward pass. "Chain" is one of many such calls in a row. PyTorch's plain form took turns with
+-- it in the same process.
 select
     host.device,
     concat(op, ' ', in_words(problem)) as problem,

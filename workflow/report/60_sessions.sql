@@ -1,9 +1,9 @@
 -- topic: evidence
 -- # When, and on which machine
 -- A session is a series of runs on one GPU without a gap of more than half an hour. Sessions
--- without the GPU's own number were recorded before evidence was kept. The commit is that of the
--- code that ran. Packages are the others that implementations came from. Sessions without timings
--- are left out.
+-- without the GPU's own number were recorded before evidence was kept. Commit names the code that
+-- ran. Packages are the packages other than PyTorch and Triton that implementations came from.
+-- Sessions without timings are left out.
 with machines_of_runs as (
     select distinct
         device,

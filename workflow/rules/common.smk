@@ -23,7 +23,7 @@ from workflow.targets import refusal
 from workflow.validation import validate
 
 # A plan reads millions of nodes of syntax trees that live as long as it does: to look for cycles
-# among them every 700 allocations took a third of a dry run.
+# among them every 700 allocations makes a dry run slower.
 gc.set_threshold(100_000)
 
 # Names of jobs to measure again. The rest of `config` is the experiment.

@@ -3,9 +3,9 @@
 -- Four steps of study `ablation` take part: `base`, PyTorch's; `only`, base with the component;
 -- `full`, all components; `without`, full but for the component. `alone` is the gain of adding the
 -- component to base, `last` the loss of taking it from full. Ratios, 95 % intervals and verdicts
--- are those of table `contrasts`; a gain in ms is the ratio's at the median of the faster step.
--- Base and full are the code versions that were timed beside the component's step. Gains are null
--- where one of the two steps failed (`status`, `reason`) or was not run.
+-- come from table `contrasts`; a gain in ms is the ratio's at the median of the faster step. Base
+-- and full are the code versions that were timed beside the component's step. Gains are null where
+-- one of the two steps failed (`status`, `reason`) or was not run.
 create or replace view ablation as
 with ablated as (
     select

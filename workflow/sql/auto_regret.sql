@@ -1,7 +1,7 @@
 -- Grain: device × op × shape × dtype: the choice of `auto`, and how much slower it is than the best
 -- of its candidates, forward and backward together, all timed in turn in the same runs.
 --
--- `regret` compares auto as it was timed. Where it chose the best, the rest is the difference
+-- `regret` compares auto as it was timed. Where it chose the best, what remains is the difference
 -- between two timings of one implementation. `regret_of_choice` compares the chosen
 -- implementation's own timing. `has_evidence`: all of these times are valid. `tuned_on`: the table
 -- has an entry of this very shape. Implementations that `auto` does not choose from are no

@@ -7,10 +7,11 @@
 -- policy, and in the chosen kernels and configurations, from whatever source. For predictions and
 -- steps without a CUDA graph the source files take part too, because their host code takes time.
 -- They take part for an operator of ours as well, because its host code decides how operands are
--- padded. A failed row without a known launch joins the newest version that agrees in all the rest.
+-- padded. A failed row without a known launch joins the newest version with which it agrees
+-- otherwise.
 --
--- A key's current version is that of its newest row with an outcome. A row that could not run here,
--- was killed or took too long replaces nothing.
+-- A key's current version is the version of its newest row with an outcome. A row that could not
+-- run here, was killed or took too long replaces nothing.
 create or replace table code_versions as
 with measured as (
     select

@@ -1,7 +1,7 @@
 -- Grain: device × code_version, of all that was timed: its median over the runs, and the earlier
 -- code version of the same comparison key.
 --
--- Invalid runs are left out where there are others. Without others `is_comparable` is false: no
+-- Invalid runs are left out where there are valid runs. Without these `is_comparable` is false: no
 -- view compares such a version, and it is nobody's predecessor. A step's model is known by its
 -- operations (`flops`). `in_speed_figures` is true where the figures of speed show the contender.
 -- It is false for the ablation's steps, forward and backward alone, `auto`, the ceilings and

@@ -4,15 +4,15 @@
 -- Figures `speedup` and `operator_speedup` compare with the baseline, and with the fastest of
 -- PyTorch and other packages by all its runs. A slower one replaces the fastest only if it was
 -- timed beside `own` and is at most 1 % slower. An invalid contender is never compared. If its
--- median is shorter by more than 2 % than those of all valid ones, nothing at these sizes has a
--- ratio to the fastest. Of the 2 %, 1 % is the difference that matters, and two GPUs of one model
--- differ by as much. `ablation` compares steps with and without one component, beside the code
--- version of the whole variant that was timed beside the step. `noise` compares equal things.
+-- median is more than 2 % shorter than the median of every valid contender, nothing at these sizes
+-- has a ratio to the fastest. Of the 2 %, 1 % is the difference that matters, and two GPUs of one
+-- model differ by as much. `ablation` compares steps with and without one component, beside the
+-- code version of the whole variant that was timed beside the step. `noise` compares equal things.
 -- `regressions` compares successive code versions by their ratios to a third contender that did not
 -- change, the control.
 --
--- Something compared with itself has no error. Steps that share no session have none either: their
--- medians are compared, in the ablation only where evidence is missing.
+-- Something compared with itself has no error. Steps that share no session have no error either:
+-- their medians are compared, in the ablation only where evidence is missing.
 --
 -- `p` is the probability of so large a ratio, up or down, if the true one were 1 % from 1. `q` is p
 -- corrected for all that the figure shows on the device (Benjamini and Hochberg). `faster` and
@@ -102,7 +102,7 @@ equals as (
     where equal
 ),
 
--- Of several controls the one with most pairs, PyTorch's plain form first.
+-- Chooses among several controls the one with most pairs, PyTorch's plain form first.
 successors as (
     select
         'regressions' as figure,

@@ -1,12 +1,12 @@
 -- Grain: own × base: the mean difference of their pairs (`log_ratio`), its standard error and
--- degrees of freedom. Pairs without evidence are left out where there are others; alone they have
--- no error.
+-- degrees of freedom. Pairs without evidence are left out where there are pairs with evidence.
+-- Alone they have no error.
 --
--- `equal_variance` is the mean square of the differences of equal things: of those of the same
--- sizes. With fewer than 8 such pairs it is that of the same `part` (an operator's pass, or a
--- step's shape), with fewer again that of all operators or all steps of the device. Both are at
--- least as large as the few of these sizes show, because long calls meet the power limit and short
--- ones do not. With fewer than 8 pairs on the device it is an assumed value.
+-- `equal_variance` is the mean square of the differences between equal things of the same sizes.
+-- With fewer than 8 such pairs, pairs of the same `part` count (an operator's pass, or a step's
+-- shape). With fewer than 8 of these, all operators or all steps of the device count. Both values
+-- are at least as large as the few pairs of these sizes show, because long calls meet the power
+-- limit and short ones do not. With fewer than 8 pairs on the device it is an assumed value.
 create or replace table estimates as
 with equal_sizes as (
     select

@@ -2,14 +2,16 @@
 -- with the evidence behind it. All views of times filter this table.
 --
 -- A row is `gated` where each gate that it waited for has passed, one of the deciding runs launched
--- each of its kernels in the same form, and one names each definition that it ran. It is not where
--- a deciding run is red. An operator's output must also have been checked after timing; this check
--- alone gates PyTorch's own forms, which wait for no gate. Null means that evidence is missing.
+-- each of its kernels in the same form, and one names each definition that it ran. A row is not
+-- gated where a deciding run is red. An operator's output must also have been checked after timing;
+-- this check alone gates PyTorch's own forms, which wait for no gate. Null means that evidence is
+-- missing.
 --
 -- A row is `valid` where it is gated and precise enough, it ended well and the GPU was not too hot.
 -- `why_not` says in one sentence why a row is not. `is_used` marks the rows of a code version that
--- medians are over: the valid ones; without any, those without evidence; without these, the invalid
--- ones. `work_key` is equal where two things do the same work and may be compared.
+-- medians are over. They are its valid rows. If it has none, they are its rows without evidence,
+-- and if it has none of these either, its invalid rows. `work_key` is equal where two things do the
+-- same work and may be compared.
 create or replace table measurements as
 with gates_of_runs as (
     select
@@ -46,7 +48,7 @@ coded as (
     left join gates_of_runs using (device, run, code_of, uses)
 ),
 
--- Each state of the code once: what was measured and no deciding run of a gate ran.
+-- Lists each state of the code once: many rows share it.
 decided as (
     select distinct
         code_set,

@@ -2,9 +2,10 @@
 -- "baseline") and against the fastest implementation that is not ours, under the same versions of
 -- torch and triton.
 --
--- Ratios, 95 % intervals and verdicts are those of table `contrasts`. There is no interval and no
+-- Ratios, 95 % intervals and verdicts come from table `contrasts`. There is no interval and no
 -- verdict without evidence and for an implementation compared with itself. There is no ratio either
--- for two that share no run. Times of the other two are over all their runs.
+-- for two implementations that share no run. Times of the plain form and of the fastest are over
+-- all their runs.
 create or replace view operator_speedup as
 with compared as (
     select * from contrasts

@@ -1,9 +1,10 @@
 -- Grain: device × comparison_key of an operator of ours that was timed, beside all others of its
 -- sizes.
 --
--- `others` lists implementations of others with their times in ms, fastest first, then those
--- without a time, with their status. Planning time is not part of a time; it stands in brackets
--- after it. `auto` is left out: it is one of the rest, and view `auto_regret` says which.
+-- `others` lists implementations that are not ours with their times in ms, fastest first. After
+-- them it lists implementations without a time, with their status. Planning time is not part of a
+-- time; it stands in brackets after it. `auto` is left out: it is one of the rest, and view
+-- `auto_regret` says which.
 create or replace view own_operators as
 with others as (
     select

@@ -2,11 +2,11 @@
 -- the natural logarithm of how many times as fast `own` was.
 --
 -- Two operators pair within one run, where they took turns. Two steps pair within one session: the
--- k-th run of the one with the k-th of the other. Versions of torch and triton are the same, and so
--- is a step's model, known by its operations. `own` and `base` are code versions. `base` is
--- PyTorch's or another package's, or lacks one component of ours. `equal` pairs are of one code
--- version: two copies in a run, or two runs of a session. The `successive` ones tell how far equal
--- things differ. `valid` is null where one of the two has no evidence.
+-- k-th run of one step with the k-th run of the other step. Versions of torch and triton are the
+-- same, and so is a step's model, known by its operations. `own` and `base` are code versions.
+-- `base` is PyTorch's or another package's, or lacks one component of ours. `equal` pairs are of
+-- one code version: two copies in a run, or two runs of a session. The `successive` ones tell how
+-- far equal things differ. `valid` is null where one of the two has no evidence.
 create or replace table pairs as
 with timings as (
     select

@@ -30,13 +30,14 @@ select * from runs
 qualify valid = max(valid) over (partition by is_joint, device, shape, variant, dtype);
 
 -- Grain: device × shape × variant × dtype: milliseconds of a prediction over one context, in the
--- forms of table `predictions`, as medians over the newest valid runs, or over all without a valid
--- one.
+-- forms of table `predictions`, as medians over the newest valid runs, or over all runs if no run
+-- is valid.
 --
 -- `kept_speedup` and `replayed_speedup` are against encoding anew each time. `hundred_speedup` is
--- that of a hundred replayed predictions, with their encoding and the two first predictions, of
--- which the second is captured: these take `until_replayed_s` seconds. `replayed_over_bare` is how
--- many times as long a replayed prediction takes as the targets' own work.
+-- the speedup of a hundred replayed predictions. Their time includes the encoding and the two first
+-- predictions, of which the second is captured: these take `until_replayed_s` seconds.
+-- `replayed_over_bare` is how many times as long a replayed prediction takes as the targets' own
+-- work.
 create or replace view predictions_over_context as
 with medians as (
     select
@@ -66,10 +67,10 @@ from medians;
 -- training step, for a model with a buffer and without one, as medians over the same runs as in
 -- view `predictions_over_context`.
 --
--- `drawn_ms` is a sample's time over its number of targets. `anew_ms` is that of one target whose
--- context is encoded for it alone, with as many points as the targets see in the mean. Both are for
--- all samples of the batch. `sampling_speedup` is how many times as fast a sample is through the
--- buffer, and `training_cost` how many times as long a training step takes.
+-- `drawn_ms` is a sample's time over its number of targets. `anew_ms` is the time of one target
+-- whose context is encoded for it alone, with as many points as the targets see in the mean. Both
+-- are for all samples of the batch. `sampling_speedup` is how many times as fast a sample is
+-- through the buffer, and `training_cost` how many times as long a training step takes.
 create or replace view joint_samples as
 select
     columns(['device', 'shape', 'variant', 'dtype', 'batch', 'n_context', 'n_target']),

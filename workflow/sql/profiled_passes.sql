@@ -3,8 +3,8 @@
 --
 -- `duration_us` is the sum over the `n_kernels` kernels of one launch, `dominant_share` the longest
 -- kernel's share of it. Percentages, registers and stalls are the longest kernel's. A failed
--- profile appears where there is no other. Kernels were launched one by one with cold caches: these
--- times are not for comparison.
+-- profile appears only if no profile succeeded. Kernels were launched one by one with cold caches:
+-- these times are not for comparison.
 create or replace view profiled_passes as
 with newest as (
     select * from stg_profiles

@@ -1,9 +1,10 @@
 -- Grain: view that a figure draws × device × comparison_key × origin: the first and the last day,
 -- in UTC, on which the rows behind it were measured.
 --
--- They are the runs that a median is over, or where nothing was timed those that failed. The key is
--- that of the view: a run's name in `training_curves`, for example. The rows behind view `ablation`
--- include the code versions that its components were compared with, which need not be current.
+-- The rows are the runs that a median is over. Where nothing was timed they are the failed runs.
+-- The key is the view's own: a run's name in `training_curves`, for example. The rows behind view
+-- `ablation` include the code versions that its components were compared with, which need not be
+-- current.
 create or replace view recording_days as
 with used as (
     select * from measurements

@@ -7,8 +7,8 @@
 -- FLOPs have the copy as their roofline. `share_low` and `_high` are the longest and the shortest
 -- run's. Invalid rows have no share. `own` marks this project's implementations.
 --
--- Views `auto_regret` and `latency` hold what is left out: `auto`, which is one of the others, and
--- latencies.
+-- Two kinds of rows are left out. `auto` runs one of the other implementations: see view
+-- `auto_regret`. Latencies are in view `latency`.
 create or replace view roofline as
 with timed as (
     select

@@ -2,10 +2,10 @@
 --
 -- `speedup` is against the specification's step without switches (role "baseline"), `speedup_best`
 -- against the fastest step without an operator of ours, both under the same versions of torch and
--- triton. Ratios, 95 % intervals and verdicts are those of table `contrasts`. There is no interval
--- and no verdict without evidence, without a shared session, and for a step compared with itself.
--- Times of `baseline`, `plain` and `best_pytorch` are over all their runs. `why_no_speedup` says in
--- one sentence why a timed step has no `speedup`.
+-- triton. Ratios, 95 % intervals and verdicts come from table `contrasts`. There is no interval and
+-- no verdict without evidence, without a shared session, and for a step compared with itself. Times
+-- of `baseline`, `plain` and `best_pytorch` are over all their runs. `why_no_speedup` says in one
+-- sentence why a timed step has no `speedup`.
 --
 -- One rule says who is fastest. `fastest` marks the steps that no step at these sizes beats by more
 -- than 1 %. Only the steps with the best evidence there take part. They are compared by their

@@ -2,8 +2,9 @@
 -- time over the valid runs of the current code version, and its share of all stages' sum.
 --
 -- `step_ms` is the median time of the same runs' steps: gaps between kernels make up the difference
--- to the sum of all stages. `fastest` marks the shortest step of ours, or of the others, at these
--- sizes; valid steps come first. Invalid runs are left out; `valid` is null without evidence.
+-- to the sum of all stages. `fastest` marks two steps at these sizes: the shortest of ours and the
+-- shortest of PyTorch's. Valid steps come first. Invalid runs are left out; `valid` is null without
+-- evidence.
 create or replace view stage_share as
 with measured as (
     select

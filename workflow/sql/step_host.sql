@@ -1,12 +1,12 @@
 -- Grain: device × processor × sizes × dtype × variant × cuda_graph: milliseconds of the host for a
 -- call of a training step, and of a step in a loop.
 --
--- They are medians over the runs of the newest commit that timed a form of these sizes, with the
--- newest model and meaning of the variant's name. All forms of a run took turns in one process.
--- `over_pytorch` divides host_ms by that of PyTorch's form with the fastest loop without a graph.
--- `over_graph` divides step_ms by that of the same variant as a CUDA graph. Both are medians of the
--- ratios of single runs. `waits_for_host`: a step of a loop takes at most a tenth longer than its
--- call alone.
+-- The times are medians over the runs of the newest commit that timed a form of these sizes, with
+-- the newest model and meaning of the variant's name. All forms of a run took turns in one process.
+-- `over_pytorch` divides host_ms by the host_ms of PyTorch's form with the fastest loop without a
+-- graph. `over_graph` divides step_ms by the step_ms of the same variant as a CUDA graph. Both are
+-- medians of the ratios of single runs. `waits_for_host`: a step of a loop takes at most a tenth
+-- longer than its call alone.
 create or replace view step_host as
 with newest as (
     select * from stg_host_steps

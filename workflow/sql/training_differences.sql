@@ -1,5 +1,4 @@
--- Grain: device × run × step: the difference of a training run's loss to that of run
--- `gp_small_sdpa`.
+-- Grain: device × run × step: the loss of a training run minus the loss of run `gp_small_sdpa`.
 --
 -- Both runs have the same tasks and start from the same weights (`source`, sizes, dtype, seed,
 -- learning rates). The steps are the logged ones of the last half.

@@ -1,12 +1,12 @@
--- Grain: device × run: whether a training run's loss is equivalent to that of run `gp_small_sdpa`.
+-- Grain: device × run: whether a training run's loss is equivalent to the loss of `gp_small_sdpa`.
 --
 -- The sample are the differences of view `training_differences`, taken as independent.
 -- `equivalent`: both one-sided t-tests at 5 % reject a difference of `margin` or more, so the 90 %
 -- interval of the mean lies within ± margin. The margin is 0.01 nats or, where larger, three times
 -- the absolute mean difference of the null pair. That is run `gp_small_flash`, which differs from
 -- `gp_small_sdpa` in PyTorch's attention backend and in the padding of d_ff. Above 0.02, PyTorch's
--- own runs differ too much to compare with: margin and `equivalent` are null, as for the null pair
--- itself.
+-- own runs differ too much to compare with: margin and `equivalent` are null. They are null for the
+-- null pair itself, too.
 create or replace view training_equivalence as
 with means as (
     select

@@ -1,5 +1,5 @@
--- Grain: figure × device × own × base: ratios that are neither known to be more than 1 % from 1 nor
--- known to be nearer, and how many more runs would decide them.
+-- Grain: figure × device × own × base: ratios that may lie within 1 % of 1 or beyond it, and how
+-- many more runs would decide this.
 --
 -- `n_more_runs` counts pairs of runs in one further session, with the ratio and the variance as
 -- they are now. It is null where even 100 would not do.

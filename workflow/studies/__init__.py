@@ -26,7 +26,7 @@ NO_STUDY: Mapping = {}
 
 
 class Here(NamedTuple):
-    """A configuration on one device."""
+    """Holds a configuration and the device that it is planned for."""
 
     config: Config
     device: str  # "cuda" or "cpu"
@@ -37,7 +37,7 @@ class Here(NamedTuple):
         return self.config.compute_dtype[self.device]
 
     def job(self, config_id: str, study: str, spec: settings.Study, **others: Any) -> Job:
-        """Returns a job of `study`: what jobs of every kind have, and `others`."""
+        """Returns a job of `study`: the parameters that every kind of job has, and `others`."""
         return {
             "config_id": config_id,
             "study": study,
@@ -49,9 +49,9 @@ class Here(NamedTuple):
         } | others
 
     def timing(self, own: Any = NO_STUDY) -> dict[str, Any]:
-        """Returns section `timing` with an entry's `own` words in place of some.
+        """Returns section `timing`, with the values of `own` in place of the section's.
 
-        Only a study of latency has the numbers of calls by which latency is measured.
+        Key "latency" is left out, unless `own` is "latency".
         """
         known = self.config.timing
         if own == LATENCY:
@@ -60,17 +60,17 @@ class Here(NamedTuple):
 
 
 class Study:
-    """A kind of study: a section of config.yaml, and the jobs that it stands for."""
+    """Declares a kind of study: a section of config.yaml, and the jobs that it stands for."""
 
     section: ClassVar[str]  # its key in config.yaml
     holds: ClassVar[Any]  # what the section may contain
-    default: ClassVar[Any] = None  # where there is no such section
-    kind: ClassVar[str]  # of its jobs, as `tnp.bench.isolate.run_isolated` takes it
+    default: ClassVar[Any] = None  # the value of an absent section
+    kind: ClassVar[str]  # its jobs' kind, as `tnp.bench.isolate.run_isolated` takes it
     rule: ClassVar[str]  # the name of their rule, if that is not the kind
-    tables: ClassVar[tuple[str, ...]]  # that a job writes, its own first
-    script: ClassVar[str] = "benchmark"  # of workflow/scripts
-    # A column of milliseconds to say of a row, and those that tell it from the job's other rows; if
-    # None, how many rows there are.
+    tables: ClassVar[tuple[str, ...]]  # tables that a job writes, its own first
+    script: ClassVar[str] = "benchmark"  # its script in workflow/scripts
+    # The log of a job prints this column of milliseconds of each row, and the columns after it to
+    # tell the row from the job's other rows. If None, the log prints the number of rows.
     said: ClassVar[tuple[str, ...] | None] = None
     gated: ClassVar[bool] = True  # whether its jobs wait for gates
     on_demand: ClassVar[bool] = False  # whether its jobs are no part of target `all`
@@ -93,12 +93,14 @@ class Study:
                 yield name, spec
 
     def jobs(self, here: Here) -> Iterator[Job]:
-        """Yields the jobs on a device, replicates aside. The parameters stay the same from plan to
-        run: a job whose parameters changed is measured anew."""
+        """Yields the jobs on a device, one for all its replicates.
+
+        Each plan must give the same parameters: a job whose parameters changed is measured again.
+        """
         raise NotImplementedError
 
     def faults(self, config: Config) -> Iterator[Fault]:
-        """Yields what its section says that cannot be."""
+        """Yields the faults of its section."""
         return iter(())
 
     def uses(self, config: Config) -> Iterator[Use]:
@@ -106,7 +108,7 @@ class Study:
         return iter(())
 
     def gates(self, job: Job) -> list[str] | dict[str, list[str]]:
-        """Returns the gates that a job waits for; a benchmark of an operator by contender."""
+        """Returns the gates that a job waits for, by contender for a benchmark of an operator."""
         return job["gates"].split("|") if self.gated else []
 
     def code(self, job: Job) -> sources.Found:
@@ -114,7 +116,7 @@ class Study:
         raise NotImplementedError
 
     def completed(self, job: Job) -> Job:
-        """Returns a job as its process takes it: with `definitions`, the hashes of its code."""
+        """Returns a job for its process: with `definitions`, its code's hashes, if it is gated."""
         return job | {"definitions": sources.code(self.code(job))} if self.gated else job
 
     def names(self, job: Job) -> list[str]:
@@ -128,7 +130,7 @@ class Study:
 
 @cache
 def studies() -> tuple[Study, ...]:
-    """Returns one of each kind that a module of this folder declares."""
+    """Returns one instance of each class of studies that a module of this folder declares."""
     found = []
     for module in pkgutil.iter_modules(__path__, f"{__name__}."):
         members = vars(importlib.import_module(module.name)).values()
@@ -140,12 +142,12 @@ def studies() -> tuple[Study, ...]:
 
 @cache
 def kinds() -> dict[str, Study]:
-    """Returns kind of job → the first study of it, by which jobs of the kind are run."""
+    """Returns kind of job → the first study of that kind, which describes how its jobs run."""
     return {study.kind: study for study in reversed(studies())}
 
 
 @cache
 def configuration() -> type[settings.Shared]:
-    """Returns the model of config.yaml: the shared sections, and one of each kind of study."""
+    """Returns the model of config.yaml: the shared sections, and a section per kind of study."""
     sections = {study.section: (study.holds, study.default) for study in studies()}
     return create_model("Config", __base__=settings.Shared, **sections)

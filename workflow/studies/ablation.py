@@ -1,4 +1,4 @@
-"""The ablation: `base` with each component of variant `full` alone, and `full` without it."""
+"""Plans the ablation: for each component, `base` with it alone, and `full` without it."""
 
 from collections.abc import Iterator, Mapping
 
@@ -90,6 +90,6 @@ class Ablation(Steps):
 
 
 def _with(variant: dict, key: str, other: dict) -> dict:
-    """Returns `variant` with what `other` says of `key`, which may be nothing."""
+    """Returns `variant` with `key` as in `other`, or without `key` if `other` lacks it."""
     rest = {name: value for name, value in variant.items() if name != key}
     return rest | ({key: other[key]} if key in other else {})

@@ -1,4 +1,4 @@
-"""The host: what eager calls and whole training steps cost it."""
+"""Measures the host's time for eager calls and for whole training steps."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from workflow.settings import Section
 from workflow.studies import Config, Here, Job, Study
 from workflow.studies.ops import refusals
 
-# Keys that name variants of steps, and whether those are captured as a CUDA graph.
+# Keys that name variants of steps, and whether their steps are captured as a CUDA graph.
 FORMS = {"launched": False, "captured": True}
 
 
@@ -23,7 +23,7 @@ class Problem(Section):
 class OfSteps(Section):
     priority: settings.Size
     shapes: settings.SomeNames
-    launched: settings.SomeNames  # from Python
+    launched: settings.SomeNames  # Python launches their kernels
     captured: settings.Names
 
 
@@ -33,7 +33,7 @@ class Settings(settings.Study):
 
 
 class HostCalls(Study):
-    """Eager calls, a problem a job."""
+    """Measures eager calls, a problem per job."""
 
     section = "host"
     holds = Settings
@@ -69,7 +69,7 @@ class HostCalls(Study):
                 yield Fault(place, reason)
 
     def code(self, job: Job) -> sources.Found:
-        """Calls from Python: the house takes part in their time."""
+        """Returns hashes, with dispatch: its code takes part in the time of eager calls."""
         found = sources.reached("tnp.bench.host:measure_host")
         for asked in job["problems"]:
             for name in asked["implementations"]:
@@ -78,7 +78,7 @@ class HostCalls(Study):
 
 
 class HostSteps(Study):
-    """Whole training steps, a shape a job. Forms take turns in a job."""
+    """Measures whole training steps, a shape per job. Forms take turns in a job."""
 
     section = "host"
     holds = Settings

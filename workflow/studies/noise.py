@@ -1,4 +1,4 @@
-"""Noise: copies of one implementation, judged as if they were rivals."""
+"""Measures noise: copies of one implementation are judged as if they were rivals."""
 
 from collections.abc import Iterator
 from itertools import product

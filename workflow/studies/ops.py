@@ -1,4 +1,4 @@
-"""Benchmarks of operators: all implementations of a size in one job, and the device's ceilings."""
+"""Benchmarks operators, with all implementations of a size in one job, and the ceilings."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -18,7 +18,7 @@ CEILINGS_STUDY = "ceilings"
 
 
 class Sizes(Section):
-    """An operator's sizes and implementations; it is `op`, or else the entry's name."""
+    """Holds the sizes and implementations of operator `op`, by default the entry's name."""
 
     op: str = ABSENT
     shapes: settings.Names = []
@@ -28,14 +28,14 @@ class Sizes(Section):
 
 
 class Settings(Sizes, settings.Study):
-    implementations: settings.SomeNames = ABSENT  # which the ceilings do not have
-    dtype: settings.one_of("bfloat16", "float16", "float32") = ABSENT  # for compute_dtype
+    implementations: settings.SomeNames = ABSENT  # entry `ceilings` has none
+    dtype: settings.one_of("bfloat16", "float16", "float32") = ABSENT  # default: compute_dtype
     timing: settings.OwnTiming = ABSENT
     d_ff_storage: settings.Size = ABSENT
 
 
 class Ops(Study):
-    """The base of all benchmarks of operators, and section `ops`."""
+    """Serves section `ops`, and is the base of all benchmarks of operators."""
 
     section = "ops"
     holds = dict[settings.Name, Settings]
@@ -103,7 +103,7 @@ class Ops(Study):
         return found
 
     def completed(self, job: Job) -> Job:
-        """Returns a job with the `definitions` of each implementation, the house's too."""
+        """Returns a job with the `definitions` of each implementation, dispatch included."""
         names = dict.fromkeys(map(implementation_of, job["implementations"]))
         found = {name: sources.of_op(job | {"implementation": name}, ()) for name in names}
         return job | {"definitions": {name: sources.code(of) for name, of in found.items()}}
@@ -127,10 +127,10 @@ def job(
 
 
 def deciding(config: Config, ops: Mapping[str, Job]) -> list[tuple[str, int]]:
-    """Returns (id, replicate) of those benchmarks, of `ops`, by which implementations are chosen.
+    """Returns (id, replicate) of the benchmarks in `ops` by which implementations are chosen.
 
-    They are those of throughput with "auto" at a shape of section `tuning`. The other shapes tell
-    how good the choice is where nothing was tuned.
+    These benchmarks time throughput, have "auto", and have a shape of section `tuning`. The other
+    shapes tell how good the choice is where nothing was tuned.
     """
     shapes = config.tuning.shapes if config.tuning else ()
     return [
@@ -156,7 +156,7 @@ def _ceilings(here: Here, spec: settings.Study) -> Iterator[Job]:
 
 
 def _twice(op: str, implementations: list[str]) -> str:
-    """Returns who stands in a benchmark twice: the last of ours, or the last."""
+    """Returns the implementation to time twice: the last of ours, or else the last of all."""
     named = [name for name in implementations if not is_automatic(name)]
     ours = [name for name in named if catalog().role(op, name) == OWN]
     return [*implementations, *ours][-1]
@@ -165,7 +165,7 @@ def _twice(op: str, implementations: list[str]) -> str:
 def _faults(
     place: Place, op: str, spec: Any, config: Config, devices: list[str]
 ) -> Iterator[Fault]:
-    """Yields names, and problems, that the operator or its gates do not know."""
+    """Yields faults: names and problems that the operator or its gates do not know."""
     if op not in catalog().operators:
         of, key = (place, "op") if getattr(spec, "op", None) else (place[:-1], op)
         yield Fault(of, unknown("operator", op, catalog().operators), (key,))

@@ -1,4 +1,4 @@
-"""Profiles: what Nsight Compute counts of one launch of each implementation."""
+"""Profiles one launch of each implementation with Nsight Compute."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -51,12 +51,13 @@ class Profiles(Ops):
         return []
 
     def code(self, job: Job) -> sources.Found:
-        """The launch that is profiled is in a process that another module starts by its name."""
+        """Returns hashes of two modules: one starts the other by name, in another process."""
         op, name, slug = (job[key] for key in ("op", "implementation", "device_slug"))
         found = sources.reached("tnp.bench.profiles:measure_profiles", HOUSE)
         found |= sources.reached("tnp.bench.profile_launch:launch", HOUSE)
         return found | sources.of_operator(op, name, BENCHMARK, slug, HOUSE)
 
     def params(self, runs: str, stem: str) -> dict[str, str]:
-        # For Nsight Compute's own window. Not an output: it is there only where profiling worked.
+        # Nsight Compute's own window opens the report. It is not an output of the rule: it exists
+        # only where profiling worked.
         return {"reports": f"{runs}/ncu/{stem}"}

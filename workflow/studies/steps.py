@@ -1,4 +1,4 @@
-"""Training steps: the product of shapes, variants, checkpoint and cuda_graph."""
+"""Measures training steps: every combination of shape, variant, checkpoint and cuda_graph."""
 
 from collections.abc import Iterator, Mapping
 from itertools import product

@@ -1,4 +1,4 @@
-"""Training runs. A run takes from its shape and from `model` what it does not set."""
+"""Declares training runs. A run inherits from its shape and `model` what it does not set."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated
@@ -54,7 +54,7 @@ class Training(Study):
             job |= {"variant_spec": known, "device": here.device, "device_slug": here.slug}
             if "vary" in shape:
                 job["held_out_vary"] = shape["vary"]
-            # On a GPU steps of a training run are captured.
+            # A training run captures its steps on a GPU.
             of = spec.variant, known, job, job["model"], False, here.device == "cuda"
             yield job | models.of_variant(*of)
 

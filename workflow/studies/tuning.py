@@ -1,4 +1,4 @@
-"""Tuning, on demand: a job an operation of our kernels, at each shape of the section."""
+"""Tunes our kernels, on demand: a job per operation and shape of the section."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,7 +20,7 @@ class Settings(Section):
 
 
 class Tuning(Ops):
-    """Which trials there are is known in the process that measures them."""
+    """Plans the jobs. Only the process that runs a job lists its trials."""
 
     section = "tuning"
     holds = Settings
