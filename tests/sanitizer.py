@@ -22,7 +22,7 @@ from tnp.bench.ncu import TOOLKIT
 TOOLS = "memcheck", "synccheck", "racecheck"
 LIMIT_S, FOUND = 120, 99  # seconds of a child, and its exit code where the tool found something
 N = 333  # tokens: more than few_keys takes, and no multiple of a tile
-# Of attention: heads of queries and of keys, batch, and what is asked.
+# Cases of attention: heads of queries and of keys, batch, and what is asked.
 KINDS = {
     "full": ((4, 4), 2, {}),
     "few_keys": ((4, 4), 2, {"n_k": 77}),

@@ -19,7 +19,7 @@ PROJECT, LAB = (
     tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
     for folder in (".", "lab")
 )
-# Of requirements.txt, but for what the core needs itself and for what only tests need.
+# Packages of requirements.txt that neither the core needs, nor the tests alone.
 BEYOND_THE_CORE = (
     "pyarrow", "duckdb", "altair", "vl_convert", "snakemake", "pydantic", "yaml", "skimage",
     "pynvml", "tqdm", "pytz", "pytest",

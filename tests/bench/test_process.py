@@ -235,6 +235,6 @@ def test_two_gpus_of_one_model_have_locks_of_their_own(monkeypatch, own_temporar
         monkeypatch.setattr(process, "gpu_uuid", lambda: "GPU-2")
         with device_lock("nvidia-h200", say=pytest.fail):
             assert (own_temporary_folder / "tnp-GPU-2.lock").exists()
-        # What times nothing shares the device.
+        # Jobs that time nothing share the device.
         with device_lock("cpu", shared=True), device_lock("cpu", shared=True, say=pytest.fail):
             assert (own_temporary_folder / "tnp-cpu.lock").exists()

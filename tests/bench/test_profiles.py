@@ -121,7 +121,7 @@ def test_every_kernel_of_every_pass_is_a_row_that_fits_its_table(install, tmp_pa
     pa.Table.from_pylist(rows, schema=TABLES["profiles"])
     reports = [file.name for file in (tmp_path / "reports").iterdir()]
     assert sorted(reports) == ["backward.ncu-rep", "forward.ncu-rep"]
-    # What is between start and stop is profiled alone, at the clocks as they are.
+    # Only work between start and stop is profiled, at the clocks as they are.
     _, taken, *_ = [""] + (tmp_path / "bin" / "calls").read_text().splitlines()
     assert "--profile-from-start off" in taken and "--clock-control none" in taken
     assert "--set full" in taken and "tnp.bench.profile_launch" in taken

@@ -158,7 +158,7 @@ def test_a_compiled_kernel_is_of_the_stage_that_most_of_its_nodes_are_of() -> No
     assert stage_of_nodes([backward]) == "attention"
 
 
-# What stands for kernels on a CPU. Each of these operators calls none of the others.
+# These operators stand for kernels on a CPU. Each of these operators calls none of the others.
 PRODUCTS = ("aten::mm", "aten::bmm")
 
 

@@ -208,7 +208,7 @@ def test_stages_say_where_ours_gains_most_of_a_step(drawn: Drawn) -> None:
         sample.stage_rows({MLP: 30.0, BACKWARD: 61.0}, variant="fused"),
         sample.stage_rows({MLP: 3.0, BACKWARD: 5.0}, shape="small"),
         sample.stage_rows({MLP: 3.0, BACKWARD: 3.0}, shape="small", variant="fused"),
-        # Of another step than the fastest.
+        # This row is of another step than the fastest.
         sample.stage_rows({MLP: 0.1, BACKWARD: 0.1}, variant="separate", fastest=False),
     )
     chart = drawn("stages", tables)

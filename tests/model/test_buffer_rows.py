@@ -64,7 +64,7 @@ def test_gradients_of_keys_add_up_and_stay_halves_of_the_same_rows(in_halves):
     dk, dv = torch.autograd.grad(layout.around(heads, q, k, v).sum(), (k, v))
     if in_halves:
         assert dv.data_ptr() - dk.data_ptr() == 2 * 4 * dk.element_size()
-    # Of the context's points both passes ask, of the buffer's one.
+    # Both passes ask for the context's points, one asks for the buffer's.
     of_context, expected = sorted(made, key=lambda both: both.shape[3])
     expected[:, :, :, :5] += of_context
     torch.testing.assert_close(torch.stack([dk, dv]), expected)

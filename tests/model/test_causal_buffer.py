@@ -232,7 +232,7 @@ def test_norms_of_few_rows_go_with_their_products(n_samples, monkeypatch):
     with torch.no_grad():
         found = known.predict(x[:, 1:2], (x[:, :1], y[:, :1])).log_prob(y[:, 1:2])
         assert_equal(found[:2, 0], masked_log_density(model, task)[:, 1])
-    # Of 36 rows the last block alone has few enough behind its attention: 18 are too many.
+    # With 36 rows only the last block has few enough behind its attention: 18 are too many.
     assert len(calls) == (2 * len(model.blocks) if n_samples == 1 else 0)
 
 

@@ -131,7 +131,7 @@ def operator(implementation: str, op: str = "attention", status: str = "ok", **c
 
 
 def both_passes(implementation: str, op: str, forward: float, backward: float, **columns) -> Tables:
-    """Of a backward without a time, the failure."""
+    """Returns rows of both passes. A backward pass without a time has failed."""
     parts = [
         operator(implementation, op, **columns | {"pass": pass_}, time_ms_p50=time)
         if time

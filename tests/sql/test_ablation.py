@@ -93,7 +93,7 @@ def test_a_newer_whole_leaves_the_ablation_with_what_it_was_timed_beside(
     query = store(
         gate("gate", minutes=290),
         *(ablated(name, [time]) for name, time in before.items()),
-        # Of other studies, beside them: no part of an ablation.
+        # These steps are of other studies, and no part of an ablation.
         *(step(name, [1.0]) for name in ("fused_attention", "sdpa_cudnn_padded")),
         *runs("fused", [1.0], **later),
     )

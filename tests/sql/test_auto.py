@@ -1,4 +1,4 @@
-"""What `auto` chooses from, and view `auto_regret`: what its choice costs."""
+"""View `auto_regret` says between which implementations `auto` chose, and the cost of its choice."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What was recorded says the same as ever, in every cell of every view."""
+"""Recorded rows give the same cells as before, in every view."""
 
 import pyarrow as pa
 

@@ -1,4 +1,4 @@
-"""What the views that compare make of falsehoods 4, 8 and 13, and of two models."""
+"""Views that compare are not misled by falsehoods 4, 8 and 13, nor by two models of GPU."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def test_a_red_gate_compares_nothing(store: Store, passed: bool) -> None:
 
 # 8
 def test_no_pair_is_made_across_two_gpus_or_versions(store: Store) -> None:
-    """Of two GPUs of one model the medians are compared, without an interval or a verdict."""
+    """Medians of two GPUs of one model are compared, without an interval or a verdict."""
     for other, ratio in (({"gpu": "GPU-2"}, 2), ({"torch": "2.11.0"}, None)):
         query = store(
             gate("g"),

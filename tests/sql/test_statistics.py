@@ -307,7 +307,7 @@ def test_noise_is_what_was_simulated(judge: Judge) -> None:
     assert (row["n_runs"], row["n_successive"], row["n_equals"]) == (600, 480, 480)
     assert row["between_runs"] == pytest.approx(0.01, rel=0.1)
     assert row["of_equals"] == pytest.approx(np.sqrt(2) * 0.01, rel=0.1)
-    # Of ratios: 2 % of the contender's own and the noise of two times five runs.
+    # A ratio has 2 % of the contender's own and the noise of two times five runs.
     assert row["between_sessions"] == pytest.approx(np.hypot(0.02, 0.01 * np.sqrt(2 / 5)), rel=0.1)
 
 

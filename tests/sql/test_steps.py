@@ -295,7 +295,7 @@ def test_stage_shares_are_of_medians_and_sum_to_one(store: Callable[..., Query])
         )
         for replicate, scale in ((1, 1.0), (2, 2.0), (3, 9.0))
     ]
-    # Of forward and backward alone it would be a second bar of the same name.
+    # A step of forward and backward alone would be a second bar of the same name.
     feasibility = {"config_id": "memory_feasibility", "optimizer": False}
     parts.append(staged(step("sdpa_flash", [4], replicate=3, **feasibility), {FORWARD: 1.0}))
     found = store(*parts)("from stage_share")

@@ -301,7 +301,7 @@ TABLES: dict[str, pa.Schema] = {
             ("prior_log_likelihood", pa.float64()),  # knowing nothing
             *RUN,
             ("study", pa.string()),  # that compares the run with others; "" or null where none does
-            # Of a model with a buffer, log p of all targets together: nats per target value, of the
+            # With a buffer, log p of all targets together: nats per target value, of the
             # first held-out batch, and the standard error of the difference over its tasks. Anew:
             # of the same model, the context encoded again for each target.
             ("joint_log_likelihood", pa.float64()),

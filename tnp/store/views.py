@@ -15,7 +15,7 @@ import duckdb
 
 from tnp.util.atomic_files import StoreError, first_line
 
-# What a statement reads and calls. Both find some other words too.
+# Names that a statement reads and calls. Both find some other words too.
 READ = re.compile(r"\b(?:from|join|pivot)\s+(\w+)", re.IGNORECASE)
 CALLED = re.compile(r"\b(\w+)\(")
 # A block of comment lines, and what the statement below it creates.
