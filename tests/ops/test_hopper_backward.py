@@ -191,7 +191,7 @@ def test_blocks_of_keys_take_turns_in_the_order_in_which_they_are_launched(
 def busiest(programs: int, n_heads: int, of_head: int, section: int) -> float:
     """Returns the busiest multiprocessor's work over the average one's.
 
-    Each takes the next item when it is free. Of a head's blocks of 128 keys the first sees all
+    Each takes the next item when it is free. The first of a head's blocks of 128 keys sees all
     tiles of 64 queries.
     """
     sections = [range(at, min(at + section, n_heads)) for at in range(0, n_heads, section)]

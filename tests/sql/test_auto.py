@@ -1,4 +1,4 @@
-"""View `auto_regret` says between which implementations `auto` chose, and the cost of its choice."""
+"""View `auto_regret` says what `auto` could choose, and what its choice costs."""
 
 import json
 from collections.abc import Callable

@@ -7,7 +7,7 @@ from tests.sql.conftest import Query, operator
 
 VIEWS = ("summaries", "current_ops", "operator_training", "operator_speedup", "roofline")
 TRIAL = json.dumps({"attention.forward": ["hopper", {}]})
-# Of "{}" no trial could be listed; what is forced nowhere is an implementation like any other.
+# Trial "{}" could not be listed. A time that is forced nowhere is of an ordinary implementation.
 FORCED = {"trial": (TRIAL, 0.51), "unlisted": ("{}", 0.52), "plain": (None, 0.53)}
 
 
