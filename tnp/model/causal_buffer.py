@@ -37,7 +37,7 @@ def parameters(
 
     Args:
         model: a model with a buffer.
-        context: the context. It and all other points are in the model's units, without padding.
+        context: the context. All points are in the model's units, with zeros in place of padding.
         buffer: n points, in the order in which they enter.
         x_target: [B, N, d_x]: n_groups · n followers, group after group, and then other targets.
         n_groups: how many groups of followers there are.

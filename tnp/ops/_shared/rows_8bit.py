@@ -37,8 +37,8 @@ class InRows(NamedTuple):
 
     x: Tensor  # [R, C] e4m3, contiguous
     scale: Tensor  # [R] float32
-    # Float32. Without given norms it holds the largest row norm of each program's rows. With norms
-    # it holds the scales of the product's rows, [R].
+    # It is float32. Without given norms it holds the largest row norm of each program's rows. With
+    # norms it holds the scales of the product's rows, [R].
     bound: Tensor
 
 

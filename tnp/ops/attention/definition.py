@@ -304,8 +304,7 @@ _SIZES = ((1, 1100, 1000), (64, 1100, 1000), (1, 564, 128), (64, 564, 64), (1, 3
 
 
 def compiled(operator: Operator, target: Target) -> Iterable[Problem]:
-    """Yields problems for which kernels are compiled, with 8 heads. Other sizes need no other
-    kernels.
+    """Yields problems to compile kernels for, with 8 heads. Other sizes need no other kernels.
 
     Compute capability 9.0, which has all kernels, gets every type, others the model's own type.
     Head_dims other than 64 come with many keys and with few keys, and every kind with many keys.

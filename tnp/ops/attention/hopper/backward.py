@@ -136,9 +136,7 @@ def separate_configs(call: Call) -> tuple[DkdvConfig, ...]:
 
 
 def fused_configs(call: Call) -> tuple[DkdvConfig, ...]:
-    """Returns the candidates, the default first. One is persistent if all items are equally
-    long.
-    """
+    """Returns the candidates, the default first. One is persistent if items are equally long."""
     found = separate_configs(call)
     p = call.problem
     if plain(p) and not p["n_keys"] and p["n_q"] < LONG_WALK:

@@ -268,9 +268,7 @@ def attention_bwd_fused_kernel(
     DQ_BLOCK_M: tl.constexpr, DQ_BLOCK_N: tl.constexpr,
     HAS_N_KEYS: tl.constexpr, PACKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Writes dk, dv, dq. The first programs own a tile of keys, other programs a tile of
-    queries.
-    """
+    """Writes dk, dv, dq. First programs own a tile of keys, other programs a tile of queries."""
     if tl.program_id(0) < n_dkdv_programs:
         attention_bwd_dkdv_kernel(
             q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
