@@ -128,9 +128,7 @@ def within(operator: Operator, model: Mapping, run: Mapping) -> Problem | None:
 
 
 def partial_reference(case: Case, inputs: dict, gradients: dict | None) -> dict[str, tuple]:
-    """Returns exact results of the first sequence's first head and the last sequence's last
-    head.
-    """
+    """Returns exact results of two heads: the first sequence's first, the last sequence's last."""
     import torch
 
     p, found = case.problem, []
