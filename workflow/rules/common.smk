@@ -36,7 +36,7 @@ try:
 except ValueError as error:
     sys.exit(str(error))
 
-# Faults of other packages' entries: those are left out, and the rest goes on.
+# An entry of another package with a fault is left out, and the rest goes on.
 for fault in catalog().faults if workflow.is_main_process else ():
     print(fault, file=sys.stderr)
 
@@ -170,7 +170,7 @@ onstart:
         )
     except ValueError as error:
         sys.exit(str(error))
-    # Empty, but for jobs that share no file system: a kill would leave it behind.
+    # The folder serves only jobs that share no file system. A kill would leave it behind.
     with suppress(OSError):
         workflow.snakemake_tmp_dir.rmdir()
     for handler in logger.handlers:
