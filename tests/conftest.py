@@ -20,7 +20,7 @@ CORES = len(os.sched_getaffinity(0))
 if device_slug() == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
-# Read when torch, numpy and pyarrow are imported, and inherited by child processes. The tensors of
+# torch, numpy and pyarrow read these at import, and child processes inherit them. The tensors of
 # tests are small, and threads that wait for each other on busy cores take three times the CPU time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The lock of a device lies in the folder for temporary files, so each process has its own.
 
-    What Inductor compiles is shared: its header takes 12 s.
+    Processes share what Inductor compiles, because its header is slow to compile.
     """
     folder = str(tmp_path_factory.mktemp("tmp"))
     inductor = made_once(tmp_path_factory, "inductor", lambda _: None)

@@ -389,7 +389,7 @@ def test_a_direct_launch_hands_over_what_triton_does():
             # Split along the queries, and along the keys.
             ("bfloat16", sizes | {"n_q": 1100, "n_k": 2100}),
             ("bfloat16", sizes | {"n_q": 1100, "n_k": 2100, "base2": True}),
-            # Of every kind: a mask, grouped heads, packed sequences.
+            # Problems of every kind: a mask, grouped heads, packed sequences.
             ("bfloat16", sizes | {"n_q": 70, "n_k": 90, "causal": True, "n_kv_heads": 1}),
             ("bfloat16", sizes | {"n_q": 70, "n_k": 90, "window": 5} | packed),
         ],

@@ -37,7 +37,7 @@ Store = Callable[..., Query]
 
 @pytest.fixture(scope="session")
 def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database without rows, which tests copy."""
+    """Returns a database without rows, which tests copy."""
     database = tmp_path_factory.mktemp("empty") / "results.duckdb"
     build_database([], SQL, database)
     return database
@@ -69,7 +69,7 @@ def store(empty_store: Path, tmp_path: Path) -> Callable[..., Query]:
 
 
 def filled(empty: Path, files: Sequence[Path], database: Path) -> Path:
-    """Writes to `database` what `build_database` would, in a third of the time.
+    """Writes to `database` what `build_database` would, in less time.
 
     It copies the views of `empty` and runs only those files of SQL again that create tables.
     """
@@ -222,6 +222,6 @@ def runs(
 
 
 def one(query: Query, sql: str) -> Row:
-    """The only row of the answer."""
+    """Returns the only row of the answer."""
     (row,) = query(sql)
     return row

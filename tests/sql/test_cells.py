@@ -1,4 +1,4 @@
-"""What was recorded says the same as ever, in every cell of every view."""
+"""Tests that recorded rows give the same cells in every view as before."""
 
 import pyarrow as pa
 

@@ -1,4 +1,4 @@
-"""What the ten questions leave out and what they do not."""
+"""Tests which rows the ten questions leave out and which they keep."""
 
 from collections.abc import Callable
 from pathlib import Path

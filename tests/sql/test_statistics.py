@@ -122,7 +122,7 @@ def test_students_quantile_agrees_with_scipy(judge: Judge) -> None:
 def by_hand(differences: np.ndarray, equal_variance: float) -> tuple[float, float, float]:
     """Returns mean, standard error and p of (sessions, runs) differences.
 
-    The formulas are those of docs/store-and-statistics.md.
+    The formulas stand in docs/store-and-statistics.md.
     """
     n_sessions, n = len(differences), differences.size
     variance = differences.var(ddof=1) if n > 1 else 0.0
@@ -307,7 +307,7 @@ def test_noise_is_what_was_simulated(judge: Judge) -> None:
     assert (row["n_runs"], row["n_successive"], row["n_equals"]) == (600, 480, 480)
     assert row["between_runs"] == pytest.approx(0.01, rel=0.1)
     assert row["of_equals"] == pytest.approx(np.sqrt(2) * 0.01, rel=0.1)
-    # Of ratios: 2 % of the contender's own and the noise of two times five runs.
+    # Ratios have 2 % of the contender's own and the noise of two times five runs.
     assert row["between_sessions"] == pytest.approx(np.hypot(0.02, 0.01 * np.sqrt(2 / 5)), rel=0.1)
 
 

@@ -104,7 +104,7 @@ TORCH, OURS = both(torch=1.0), both(triton=0.1)
         (timed(TORCH | both(compiled=0.1, auto=0.1)), "torch", "torch"),
         ([*timed(TORCH), *timed(OURS, twin=True)], "torch", "torch"),
         ([*timed(TORCH), *trials({1: 0.1}), *trials({1: 0.1}, "backward")], "torch", "torch"),
-        # Of several runs the median counts.
+        # The median of several runs counts.
         ([row for ms in (0.1, 3.0, 3.0) for row in timed({"triton": ms})] + timed({"torch": 2.0}),
          None, "torch"),
     ],

@@ -184,7 +184,7 @@ class Checkout:
         return STARTED[-1]
 
     def run(self, *arguments: str, **environment: str) -> tuple[int, str]:
-        """Exit status and everything printed."""
+        """Returns exit status and everything printed."""
         return self.start(*arguments, **environment).end()
 
     def calls(self) -> list[str]:
@@ -199,7 +199,7 @@ class Checkout:
         (self.folder / "calls").unlink(missing_ok=True)
 
     def files(self, table: str, stem: str) -> list[Path]:
-        """The results of a job on the CPU."""
+        """Returns the results of a job on the CPU."""
         return sorted(self.folder.glob(f"data/runs/cpu/{table}/{stem}--*-*.parquet"))
 
     def rows(self, table: str, device: str = "cpu") -> list[dict]:
