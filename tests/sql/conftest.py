@@ -91,7 +91,7 @@ def step(
     cuda_graph: bool = False,
     **columns: object,
 ) -> Tables:
-    """One replicate of a step, from its timings in ms or the status it failed with."""
+    """Returns one replicate of a step, from its timings in ms or the status it failed with."""
     config_id = f"mid--{variant}" + "--ckpt" * checkpoint + "--graph" * cuda_graph
     at = {"recorded_at": NOW + timedelta(seconds=replicate)}  # each replicate is a process
     identity = PROVENANCE | at | {"config_id": config_id, "replicate": replicate}
@@ -108,7 +108,7 @@ def step(
 
 
 def steps(variant: str, median_ms: float, spread: float = 0.01, **columns: object) -> list[Tables]:
-    """Three replicates around `median_ms`, of nine timings each, `spread` apart."""
+    """Returns three replicates around `median_ms`, of nine timings each, `spread` apart."""
     generator = np.random.default_rng(len(variant))
     return [
         step(
@@ -198,7 +198,7 @@ def run(
 
 
 def gate(run_id: str, passed: bool | None = True, **columns: object) -> Tables:
-    """A run of gate "proof": green, red, or with nothing that it could check."""
+    """Returns a run of gate "proof": green, red, or with nothing that it could check."""
     outcome = {"status": "unsupported"} if passed is None else {"passed": passed}
     return run(run_id, check("proof", "far", 0.5 if passed else 3.0, 1.0, **outcome), **columns)
 

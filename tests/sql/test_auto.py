@@ -1,4 +1,4 @@
-"""What `auto` chooses from, and view `auto_regret`: what its choice costs."""
+"""Tests what `auto` chooses from, and view `auto_regret`: what its choice costs."""
 
 import json
 from collections.abc import Callable

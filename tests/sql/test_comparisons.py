@@ -1,4 +1,4 @@
-"""What the views that compare make of falsehoods 4, 8 and 13, and of two models."""
+"""Tests what views that compare make of falsehoods 4, 8 and 13, and of two models."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What no view may believe: each test builds rows that would have it believe something false."""
+"""Tests that no view believes a falsehood: each test builds rows that suggest one."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The manifest of recorded files: nothing that was measured is altered or deleted."""
+"""Tests the manifest of recorded files: no recorded file is altered or deleted."""
 
 import hashlib
 import shutil

@@ -1,4 +1,4 @@
-"""Which files the jobs of a plan write, which gates they wait for, and what voids a result."""
+"""Tests which files the jobs of a plan write, their gates, and what voids a result."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""From jobs to the definitions that each depends on, without importing what computes."""
+"""Tests which definitions each job depends on, without importing what computes."""
 
 import json
 import re
