@@ -78,7 +78,7 @@ def made_once(
 
 @pytest.fixture(scope="session")
 def recorded_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database of the recorded rows alone. No test writes to it."""
+    """Returns a database of the recorded rows alone. No test writes to it."""
     from tnp.figures import report
     from tnp.store.files import build_database
     from tnp.util.atomic_files import parquet_files

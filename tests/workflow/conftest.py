@@ -235,7 +235,7 @@ def checkout(tmp_path: Path) -> Checkout:
 
 @pytest.fixture(scope="session")
 def _finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkout in which everything has run once, for all processes of the tests."""
+    """Returns a checkout in which everything has run once, for all processes of the tests."""
 
     def run_once(folder: Path) -> None:
         status, output = everything(Checkout(folder / "checkout")).run("all", "gates")
@@ -253,7 +253,7 @@ def everything(checkout: Checkout) -> Checkout:
 
 @pytest.fixture
 def finished(_finished: Path, tmp_path: Path) -> Checkout:
-    """A copy of the finished checkout, at the same modification times."""
+    """Returns a copy of the finished checkout, at the same modification times."""
     folder = tmp_path / "checkout"
     shutil.copytree(_finished, folder, copy_function=shutil.copy2)
     copy = Checkout.__new__(Checkout)

@@ -129,7 +129,7 @@ def unknown_target(wildcards):
 
 
 def of_plan(wildcards):
-    """Files of all jobs. As a function, a run that does not need them reads no code."""
+    """Returns the files of all jobs. It is a function: a run that needs no files reads no code."""
     return [*FILES.of_plan(), *FILES.of_again()]
 
 
@@ -140,7 +140,7 @@ def to_measure_again(wildcards):
 
 
 def drawn(wildcards):
-    """The figures that are there, for a report; nothing waits for them."""
+    """Returns the figures that exist, for a report; nothing waits for them."""
     return [
         before_update(report(file, category=question, labels={"figure": name}))
         for question, names in STORY.items()
