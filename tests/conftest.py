@@ -20,7 +20,7 @@ CORES = len(os.sched_getaffinity(0))
 if device_slug() == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
-# Read when torch, numpy and pyarrow are imported, and inherited by child processes. The tensors of
+# torch, numpy and pyarrow read these at import, and child processes inherit them. The tensors of
 # tests are small, and threads that wait for each other on busy cores take three times the CPU time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The lock of a device lies in the folder for temporary files, so each process has its own.
 
-    What Inductor compiles is shared: its header takes 12 s.
+    Processes share what Inductor compiles, because its header is slow to compile.
     """
     folder = str(tmp_path_factory.mktemp("tmp"))
     inductor = made_once(tmp_path_factory, "inductor", lambda _: None)
@@ -78,7 +78,7 @@ def made_once(
 
 @pytest.fixture(scope="session")
 def recorded_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database of the recorded rows alone. No test writes to it."""
+    """Returns a database of the recorded rows alone. No test writes to it."""
     from tnp.figures import report
     from tnp.store.files import build_database
     from tnp.util.atomic_files import parquet_files

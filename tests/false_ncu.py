@@ -4,7 +4,7 @@ import stat
 from pathlib import Path
 
 STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-COLUMNS = {  # of a table in ncu's own format: metric → its unit, and a value for each kernel
+COLUMNS = {  # a table in ncu's own format: metric → its unit, and a value for each kernel
     "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed": ("%", "71.25", "3.5"),
     "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed": ("%", "72.5", "9.75"),
     "gpu__time_duration.sum": ("us", "1,234.56", "2.05"),

@@ -11,7 +11,7 @@ Refused = tuple[Callable[[], Any], str]
 def assert_refused(
     *table: Refused, error: type[Exception] | tuple[type[Exception], ...] = ValueError
 ) -> None:
-    """Each call raises `error` with a message that matches its sentence."""
+    """Asserts that each call raises `error` with a message that matches its sentence."""
     for run, sentence in table:
         with pytest.raises(error, match=sentence):
             run()

@@ -43,7 +43,7 @@ PROBLEMS = [
 
 
 def attend(implementation: str, head_dim: int, kind: str) -> None:
-    """Forward and backward."""
+    """Runs attention forward and backward."""
     from tnp.ops.attention import attention
 
     (heads, kv_heads), batch, asked = KINDS[kind]
@@ -106,7 +106,7 @@ def draw(head_dim: int, kind: str) -> None:
 
 
 def run(problem: str) -> None:
-    """A child's problem."""
+    """Runs a child's problem."""
     implementation, head_dim, kind = problem.split("/")
     others = {"decode": decode, "buffered": buffered, "draw": draw}
     if implementation in others:

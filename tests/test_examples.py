@@ -1,4 +1,4 @@
-"""The examples run in a few steps."""
+"""Tests that the examples run in a few steps."""
 
 import os
 import subprocess

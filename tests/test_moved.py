@@ -1,4 +1,4 @@
-"""Module names of release 0.2 still work, and each says once where the module is now."""
+"""Tests that module names of release 0.2 still work, and each says once where the module is now."""
 
 import importlib
 import subprocess

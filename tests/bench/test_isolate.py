@@ -32,7 +32,7 @@ def own_lock(tmp_path, monkeypatch):
 
 @pytest.fixture
 def instead_of_a_step(tmp_path, monkeypatch):
-    """Have the child run these lines instead of measuring a step."""
+    """Makes the child run these lines instead of measuring a step."""
 
     def install(*lines: str) -> None:
         body = "\n".join(f"    {line}" for line in lines)

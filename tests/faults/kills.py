@@ -27,7 +27,7 @@ from tnp.util.atomic_files import StoreError, parquet_files
 ROOT = Path(__file__).parents[2]
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
 KILLS_A_RUN = 8
-TIME_LIMIT_S = 3600  # of a whole run, and of each job, on a busy machine
+TIME_LIMIT_S = 3600  # limits a whole run, and each job, on a busy machine
 ORPHANS_LIVE_S = 60  # on a busy machine; a job ends as soon as it notices
 
 # Columns that say which row it is and how it ended; none of them depends on time.
@@ -259,12 +259,12 @@ def run(n: int, folder: Path, random: Random) -> list[str]:
     if found := unbroken.finish():
         return found
     duration_s = time.monotonic() - start
-    n_killed = n_runs = 0  # in all runs
+    n_killed = n_runs = 0  # sums over all runs
     while n_killed < n:
         n_runs += 1
         workflow = Workflow(folder / f"run{n_runs}", "all")
         for _ in range(min(KILLS_A_RUN, n - n_killed)):
-            # At most half a run: most kills then fall into another job than the one before.
+            # A kill comes within half a run: most kills fall into another job than the last kill.
             after_s, how = random.uniform(0.1, duration_s / 2), random.choice(SIGNALS)
             was_killed, harm = killed(workflow, seconds(after_s), how)
             found += [f"run {n_runs}, {how.name} after {after_s:.2f} s: {what}" for what in harm]

@@ -145,7 +145,7 @@ def step_summary(device: str, variant: str) -> dict[str, list[Row]]:
     return {"step_summary": [row | {"status": "ok"}]}
 
 
-STDERR = 0.05  # of a held-out likelihood
+STDERR = 0.05  # a held-out likelihood's
 
 
 def training_rows(

@@ -301,7 +301,7 @@ def test_ablation_names_what_our_step_needs_most(drawn: Drawn) -> None:
     svg = vl_convert.vegalite_to_svg(chart.to_dict())
     assert "1.33×" in svg and "red" not in svg
     at_mid = [name for name in re.findall(r">(attention|MLP)</text>", svg)][-2:]
-    assert at_mid == ["attention", "MLP"]  # by gain
+    assert at_mid == ["attention", "MLP"]  # ordered by gain
 
 
 def test_ablation_claims_no_gain_without_a_verdict(drawn: Drawn) -> None:

@@ -1,4 +1,4 @@
-"""Tests which kernel figure `profiles` names, and what it says of those without a profile."""
+"""Tests which kernel figure `profiles` names, and what it says of kernels without a profile."""
 
 from tests.figures import conftest as sample
 from tests.figures.conftest import Drawn, as_svg, title

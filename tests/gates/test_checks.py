@@ -1,4 +1,4 @@
-"""A gate must be able to fail."""
+"""Tests that a gate is able to fail."""
 
 import math
 

@@ -71,7 +71,7 @@ def test_gradients_of_keys_add_up_and_stay_halves_of_the_same_rows(in_halves):
 
 
 def test_gradients_of_keys_that_share_memory_are_copied_first():
-    """As PyTorch's sums give them: one tensor for both, and one number for all."""
+    """Takes gradients as PyTorch's sums give them: one tensor for both, one number for all."""
     rows = BufferedRows(3, 2, 1, 9, None)
     q = torch.randn(1, 1, 9, 4, dtype=torch.float64, requires_grad=True)
     k, v = (torch.randn(1, 1, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))

@@ -250,7 +250,7 @@ def test_the_role_is_added_in_place_once():
 
 def test_the_loss_is_compiled_whole():
     model, task = exact(replace(WITH, n_layers=1)), task_of(8, LENGTHS)
-    torch._dynamo.reset()  # else sizes that varied in another test are symbols, which takes 20 s
+    torch._dynamo.reset()  # otherwise sizes that varied in another test are symbols, which is slow
     compiled = torch.compile(model.nll, fullgraph=True, backend="aot_eager")
     assert_equal(compiled(*task), model.loss(task))
 

@@ -110,7 +110,7 @@ def test_what_is_skipped_or_recomputed_changes_nothing(spec, n_layers):
 
 
 class Calls(TorchDispatchMode):
-    """Counts calls of every operator, those of the backward pass too."""
+    """Counts calls of every operator, in the backward pass too."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -45,7 +45,7 @@ def results(of: Setting, function: Callable) -> Results:
 def by(of: Setting, implementation: str, forced: selection.Forced | None = None) -> Results:
     """Returns the results of an implementation, called as a model calls it, or of forced kernels.
 
-    Other operations than those of `forced` take the kernels of their choice.
+    Operations that are not in `forced` choose their own kernels.
     """
     n, options = len(of.operator.tensors), tuple(of.options.items())
 

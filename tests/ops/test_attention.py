@@ -65,7 +65,7 @@ def test_pytorchs_flash_gives_padding_no_weight_and_no_gradient(scale):
 
 @pytest.mark.parametrize("implementation", ["sdpa_flash", "reference"])
 def test_queries_that_carry_the_scale(implementation):
-    """Results are those of scaled products, gradients by the chain rule. The gate compares ours."""
+    """Compares with scaled products, and gradients by the chain rule. The gate compares ours."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, do = (
         torch.randn(2, 2, n, 16, generator=generator).to(DEVICE) for n in (33, 40, 40, 33)

@@ -1,6 +1,6 @@
 """Tests kernels of attention called directly: n_keys, extreme scores, segments, memory.
 
-On the CPU the portable ones are interpreted, and those for Hopper skipped.
+On the CPU portable kernels are interpreted, and kernels for Hopper are skipped.
 """
 
 import gc

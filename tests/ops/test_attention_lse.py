@@ -12,7 +12,7 @@ from tnp.ops.attention.torch_forms import visible
 
 @pytest.mark.parametrize("kind", [{}, {"causal": True}, {"window": 3}], ids=str)
 def test_lse_is_the_logarithm_of_the_softmaxs_denominator(kind):
-    """Gradients pass through it, alone and beside those of o. A query without keys has −inf."""
+    """Gradients pass through lse, alone and beside o's. A query without keys has −inf."""
     q, k, v, do = (x.requires_grad_() for x in draw(N, 20))
     dlse = torch.randn(1, 2, N, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     seen = visible(q, k, None, None, None, **kind)

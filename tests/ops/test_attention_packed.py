@@ -59,7 +59,7 @@ def test_packed_sequences_are_each_alone_bit_by_bit_where_tiles_agree():
 @ours
 @pytest.mark.parametrize("kind", KINDS[::3], ids=str)
 def test_a_sequence_sees_nothing_of_another(implementation, kind):
-    """Not even what is not finite there."""
+    """Sees not even values of another sequence that are not finite."""
     inputs, cu = draw(), cu_seqlens(LENGTHS)
     asked = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "implementation": implementation} | kind
     before = run(inputs, **asked)

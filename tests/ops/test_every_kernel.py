@@ -120,7 +120,7 @@ def beside(x: torch.Tensor) -> torch.Tensor:
     return wide[..., 1:-2]
 
 
-# Dimensions that lie far apart, columns among them, are those of test_far_strides.
+# Module test_far_strides tests dimensions that lie far apart, columns among them.
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "heads last": lambda x: x.movedim(0, -2).contiguous().movedim(-2, 0),
     "rows apart": beside,

@@ -74,7 +74,7 @@ def test_no_product_exceeds_the_bound_of_its_rows():
 
 
 def test_gradients_keep_small_rows():
-    """Rows of a gradient of 1e-20 are as accurate as those of 1: no scale of a loss is needed."""
+    """Rows of a gradient of 1e-20 are as accurate as rows of 1: no scale of a loss is needed."""
     of = setting(OPERATOR, "e4m3", "bfloat16", rows=70, d_model=32, d_ff=48)
 
     def gradient(factor: float) -> torch.Tensor:

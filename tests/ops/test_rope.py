@@ -42,7 +42,7 @@ def ours(*arguments, **named):
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
 def test_a_pair_is_a_complex_number_times_a_rotation(pairing, implementation):
-    """Not the reference's formula, but the papers'."""
+    """Compares with the papers' formula, not with the reference's."""
     (q, k), (cos, sin), gains = draw(1, 2, 1, 3, 6), tables(3, 6), weights(6)
     turn = torch.complex(cos, sin)
     pairs = [(i, i + 3) if pairing == "half" else (2 * i, 2 * i + 1) for i in range(3)]

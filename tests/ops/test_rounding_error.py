@@ -76,7 +76,7 @@ def test_a_weight_is_known_to_the_scores_size_over_2_to_the_24(magnitude):
 
 
 def test_one_key_leaves_the_rounding_of_equal_terms():
-    """dq and dk are exactly 0; their floor is that of dp − delta."""
+    """dq and dk are exactly 0; their floor is the floor of dp − delta."""
     floors, norms, _ = attention_floors(1)
     assert norms["dq"] < 1e-12 and 1e-7 < floors["dq"] < 1e-4
     assert norms["dk"] < 1e-12 and 1e-7 < floors["dk"] < 1e-4

@@ -124,7 +124,7 @@ def test_heads_have_programs_of_their_own_where_the_gpu_would_be_empty(sizes, op
 
 
 def test_heads_that_share_no_keys_have_no_shares():
-    """However few they are."""
+    """Holds for any number of heads."""
     reason = backward.by_head(call(1, 777, 777))
     assert reason == "it is for heads that share keys"
 

@@ -207,7 +207,7 @@ def test_a_mask_of_flex_is_made_once_for_lengths_as_they_stand(packages):
 
 
 def test_packed_sequences_of_inference_mode(packages):
-    """Whose tensors have no version by which their longest is known again."""
+    """Takes tensors without a version, by which the longest sequence would be known again."""
     with torch.inference_mode():
         arguments = *qkv(sum(LENGTHS), sum(KEY_LENGTHS), batch=1), None
         arguments += *(x.clone() for x in PACKED.values()), SCALE

@@ -37,7 +37,7 @@ Store = Callable[..., Query]
 
 @pytest.fixture(scope="session")
 def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database without rows, which tests copy."""
+    """Returns a database without rows, which tests copy."""
     database = tmp_path_factory.mktemp("empty") / "results.duckdb"
     build_database([], SQL, database)
     return database
@@ -69,7 +69,7 @@ def store(empty_store: Path, tmp_path: Path) -> Callable[..., Query]:
 
 
 def filled(empty: Path, files: Sequence[Path], database: Path) -> Path:
-    """Writes to `database` what `build_database` would, in a third of the time.
+    """Writes to `database` what `build_database` would, in less time.
 
     It copies the views of `empty` and runs only those files of SQL again that create tables.
     """
@@ -91,7 +91,7 @@ def step(
     cuda_graph: bool = False,
     **columns: object,
 ) -> Tables:
-    """One replicate of a step, from its timings in ms or the status it failed with."""
+    """Returns one replicate of a step, from its timings in ms or the status it failed with."""
     config_id = f"mid--{variant}" + "--ckpt" * checkpoint + "--graph" * cuda_graph
     at = {"recorded_at": NOW + timedelta(seconds=replicate)}  # each replicate is a process
     identity = PROVENANCE | at | {"config_id": config_id, "replicate": replicate}
@@ -108,7 +108,7 @@ def step(
 
 
 def steps(variant: str, median_ms: float, spread: float = 0.01, **columns: object) -> list[Tables]:
-    """Three replicates around `median_ms`, of nine timings each, `spread` apart."""
+    """Returns three replicates around `median_ms`, of nine timings each, `spread` apart."""
     generator = np.random.default_rng(len(variant))
     return [
         step(
@@ -198,7 +198,7 @@ def run(
 
 
 def gate(run_id: str, passed: bool | None = True, **columns: object) -> Tables:
-    """A run of gate "proof": green, red, or with nothing that it could check."""
+    """Returns a run of gate "proof": green, red, or with nothing that it could check."""
     outcome = {"status": "unsupported"} if passed is None else {"passed": passed}
     return run(run_id, check("proof", "far", 0.5 if passed else 3.0, 1.0, **outcome), **columns)
 
@@ -222,6 +222,6 @@ def runs(
 
 
 def one(query: Query, sql: str) -> Row:
-    """The only row of the answer."""
+    """Returns the only row of the answer."""
     (row,) = query(sql)
     return row

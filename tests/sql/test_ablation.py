@@ -1,4 +1,4 @@
-"""View `ablation`, by values computed by hand."""
+"""Tests view `ablation` against values computed by hand."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""How the SQL is built: who reads recorded rows, how deep views lie, and what is explained."""
+"""Tests the SQL: who reads recorded rows, how deep views lie, and what is explained."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""An implementation of ours is ours in every view and figure, whatever its name and operator."""
+"""Tests that ours is ours in every view and figure, whatever its name and operator."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""View of predictions over one context, by values computed by hand."""
+"""Tests the view of predictions over one context against values computed by hand."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""View of profiles: the dominant kernel and the totals of a pass, by values computed by hand."""
+"""Tests the view of profiles: a pass's dominant kernel and totals, against values by hand."""
 
 from datetime import timedelta
 

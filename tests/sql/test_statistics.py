@@ -122,7 +122,7 @@ def test_students_quantile_agrees_with_scipy(judge: Judge) -> None:
 def by_hand(differences: np.ndarray, equal_variance: float) -> tuple[float, float, float]:
     """Returns mean, standard error and p of (sessions, runs) differences.
 
-    The formulas are those of docs/store-and-statistics.md.
+    The formulas stand in docs/store-and-statistics.md.
     """
     n_sessions, n = len(differences), differences.size
     variance = differences.var(ddof=1) if n > 1 else 0.0

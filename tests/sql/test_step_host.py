@@ -1,4 +1,4 @@
-"""View step_host: what a training step costs the host, by values computed by hand."""
+"""Tests view step_host: what a training step costs the host, by values computed by hand."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -53,7 +53,7 @@ def test_a_step_is_held_against_pytorch_s_fastest_launched_form_and_its_own_grap
     ours = of_form(query, "fused")
     assert (ours["host_ms"], ours["step_ms"], ours["n_runs"]) == (30.0, 33.0, 2)
     assert ours["pytorch_variant"] == "pytorch_best" and ours["waits_for_host"]
-    assert ours["over_pytorch"] == 3.0  # of 2 and 4, each within its run
+    assert ours["over_pytorch"] == 3.0  # the median of 2 and 4, each within its run
     assert ours["over_graph"] == pytest.approx((21 / 15 + 45 / 15) / 2)
     assert not of_form(query, "pytorch_best")["waits_for_host"]
     assert of_form(query, "fused", graph=True)["over_graph"] is None

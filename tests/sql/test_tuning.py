@@ -1,4 +1,4 @@
-"""Tuning trials are rows of operators that no figure and no comparison sees."""
+"""Tests that tuning trials are rows of operators that no figure and no comparison sees."""
 
 import json
 from collections.abc import Callable

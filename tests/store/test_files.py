@@ -1,4 +1,4 @@
-"""The store: what is written is read back, and nothing that is wrong gets in."""
+"""Tests the store: what is written is read back, and nothing that is wrong gets in."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""The manifest of recorded files: nothing that was measured is altered or deleted."""
+"""Tests the manifest of recorded files: no recorded file is altered or deleted."""
 
 import hashlib
 import shutil
@@ -40,7 +40,7 @@ def test_no_line_was_ever_removed_from_the_manifest() -> None:
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
-    """A folder of one recorded file."""
+    """Returns a folder of one recorded file."""
     write_table(samples(tmp_path), "samples", [ROW])
     record(tmp_path / "data" / "runs", tmp_path / "data" / "recorded")
     return tmp_path / "data" / "recorded"

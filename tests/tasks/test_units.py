@@ -1,4 +1,4 @@
-"""Tests that a normalization is that of its points, and that values fit the model's dtype."""
+"""Tests that a normalization comes from its points, and that values fit the model's dtype."""
 
 import numpy as np
 import pytest

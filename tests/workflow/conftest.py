@@ -184,7 +184,7 @@ class Checkout:
         return STARTED[-1]
 
     def run(self, *arguments: str, **environment: str) -> tuple[int, str]:
-        """Exit status and everything printed."""
+        """Returns exit status and everything printed."""
         return self.start(*arguments, **environment).end()
 
     def calls(self) -> list[str]:
@@ -199,7 +199,7 @@ class Checkout:
         (self.folder / "calls").unlink(missing_ok=True)
 
     def files(self, table: str, stem: str) -> list[Path]:
-        """The results of a job on the CPU."""
+        """Returns the results of a job on the CPU."""
         return sorted(self.folder.glob(f"data/runs/cpu/{table}/{stem}--*-*.parquet"))
 
     def rows(self, table: str, device: str = "cpu") -> list[dict]:
@@ -235,7 +235,7 @@ def checkout(tmp_path: Path) -> Checkout:
 
 @pytest.fixture(scope="session")
 def _finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkout in which everything has run once, for all processes of the tests."""
+    """Returns a checkout in which everything has run once, for all processes of the tests."""
 
     def run_once(folder: Path) -> None:
         status, output = everything(Checkout(folder / "checkout")).run("all", "gates")
@@ -253,7 +253,7 @@ def everything(checkout: Checkout) -> Checkout:
 
 @pytest.fixture
 def finished(_finished: Path, tmp_path: Path) -> Checkout:
-    """A copy of the finished checkout, at the same modification times."""
+    """Returns a copy of the finished checkout, at the same modification times."""
     folder = tmp_path / "checkout"
     shutil.copytree(_finished, folder, copy_function=shutil.copy2)
     copy = Checkout.__new__(Checkout)

@@ -55,7 +55,7 @@ def _snakemake(
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    tempfile.tempdir = None  # it is that of the variable
+    tempfile.tempdir = None  # the next call reads TMPDIR again
     sys.dont_write_bytecode = False  # later processes of this folder read it
     ours = {ROOT, ROOT / "peers", ROOT / "lab"}
     sys.path[:] = [folder, *(path for path in sys.path if Path(path).absolute() not in ours)]

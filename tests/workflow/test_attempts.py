@@ -1,4 +1,4 @@
-"""Which results there are, which job is tried again, and which jobs a name means."""
+"""Tests which results there are, which job is tried again, and which jobs a name means."""
 
 from pathlib import Path
 

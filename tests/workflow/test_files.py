@@ -1,4 +1,4 @@
-"""Which files the jobs of a plan write, which gates they wait for, and what voids a result."""
+"""Tests which files the jobs of a plan write, their gates, and what voids a result."""
 
 import os
 from pathlib import Path
@@ -26,7 +26,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def files(runs: str, config: dict = CONFIG, again: str = "", device: str = "cpu") -> Files:
-    """The files of a new run of the workflow."""
+    """Returns the files of a new run of the workflow."""
     plan = Plan(validate(config), device, device)
     return Files(plan, runs, named(again, plan.names(), {}) if again else ())
 
@@ -54,7 +54,7 @@ def test_every_job_of_the_plan_and_each_gate_that_one_waits_for_is_asked_for(run
     assert stems(found, "steps") == stems(found, "stages") == set(each)
     assert stems(found, "ops") == {f"{OP}--r1 1"} and stems(found, "training") == {"gp_tiny 1"}
     assert stems(found, "samples") == {*each, f"{OP}--r1 1"}
-    # In the order of config.yaml; `kernels` stands in it and nothing waits for it.
+    # Gates have the order of config.yaml; `kernels` stands in it and nothing waits for it.
     gates = ["baseline", "checkpointing", "op--attention--separate"]
     assert files(runs).gates_waited_for() == gates
     assert stems(found, "gates") == {f"{gate} 1" for gate in gates}

@@ -1,4 +1,4 @@
-"""From configuration to jobs."""
+"""Tests the way from configuration to jobs."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""From jobs to the definitions that each depends on, without importing what computes."""
+"""Tests which definitions each job depends on, without importing what computes."""
 
 import json
 import re
@@ -110,7 +110,7 @@ def test_a_plain_step_has_no_kernel_of_ours_among_its_sources():
 
 def test_the_gate_of_the_whole_model_of_ours_has_every_kernel_among_its_sources():
     assert used_kernels(sources.of_gate("skip_unread")) == KERNELS | {"tnp/ops/mlp/single.py"}
-    # Else an edited kernel would void what PyTorch's steps wait for.
+    # Otherwise an edited kernel would void what PyTorch's steps wait for.
     for gate in ("baseline", "checkpointing", "cuda_graphs"):
         assert used_kernels(sources.of_gate(gate)) == set()
 

@@ -1,4 +1,4 @@
-"""The last lines of a run."""
+"""Tests the last lines of a run."""
 
 from tnp.store.files import write_table
 from workflow import summary

@@ -1,4 +1,4 @@
-"""The winners of a tuning stand in the device's table."""
+"""Tests that the winners of a tuning stand in the device's table."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Bad input: one sentence that names the line, the place, the value and what would be right."""
+"""Tests bad input: a sentence names the line, the place, the value and what would be right."""
 
 import copy
 import re

@@ -118,4 +118,4 @@ def _known(parameters: dict, definitions: dict[str, str] | None) -> dict[str, st
 
 
 def _hash(content: object) -> str:
-    return digest(json.dumps(content, sort_keys=True))[:12]  # as in all rows so far
+    return digest(json.dumps(content, sort_keys=True))[:12]  # recorded rows have 12 digits

@@ -4,7 +4,7 @@
     python -m tnp.bench.host_counts --shape small --variant pytorch_best --json
 
 On a GPU the step has the sizes of config.yaml and starts on an idle device. Without a GPU, our
-launches do nothing, plans are those of `--gpu`, and PyTorch's operators run on the CPU. The model
+launches do nothing, plans are made for `--gpu`, and PyTorch's operators run on the CPU. The model
 is then narrow and its task small, so that products take little time. It has as many layers as
 config.yaml says. Some operators launch one kernel less for so few points.
 

@@ -38,7 +38,7 @@ def measure_joint(parameters: dict, started: float) -> dict[str, list[dict[str, 
     """Returns tables "predictions", "samples" and "code" of one configuration, a row a form.
 
     Args:
-        parameters: those of `tnp.bench.predictions.measure_predictions`; `model` has a buffer.
+        parameters: as for `tnp.bench.predictions.measure_predictions`; `model` has a buffer.
         started: `time.perf_counter()` when the process began; `setup_s` counts from there.
 
     Raises:

@@ -71,8 +71,8 @@ class Contender:
 
     calls: list[Callable[[], Output]]
     compile_s: float
-    call_ms: float  # of one call: decides how all contenders are timed
-    peak_memory_bytes: int | None = None  # of one call, without the memory held before
+    call_ms: float  # time of one call: decides how all contenders are timed
+    peak_memory_bytes: int | None = None  # one call's, beyond the memory held before
 
     @classmethod
     def of(

@@ -1,7 +1,7 @@
 """Calls NVIDIA Nsight Compute, `ncu`, and reads its table of kernels.
 
 `ncu` writes a report, which its own window opens. The report is printed as a table afterwards, so
-that output of the profiled program is not between its lines. Options and metrics are those of
+that output of the profiled program is not between its lines. Options and metrics have the names of
 version 2025.4. A metric that a GPU lacks gives no number.
 """
 
@@ -59,7 +59,7 @@ WITHOUT_PERMISSION = (
     "CAP_SYS_ADMIN"
 )
 
-MOST_CHARACTERS = 120  # of a kernel's name
+MOST_CHARACTERS = 120  # a kernel's name is cut after so many
 
 
 class Failed(RuntimeError):

@@ -17,7 +17,7 @@ from tnp.store.schemas import (
     VARIANT,
 )
 
-Rows = dict[str, list[dict[str, object]]]  # by table
+Rows = dict[str, list[dict[str, object]]]  # table → its rows
 
 SEPARATOR = "--"  # between an implementation and the part that tells its contenders apart
 _TWIN = f"{SEPARATOR}twin"
@@ -53,7 +53,7 @@ def op_job(
         problem: the problem to compute.
         contenders: implementations, "auto" too; twins and trials are called
             "implementation--anything".
-        config_id: of the job; a row's is this one and the contender.
+        config_id: the job's id; a row's config_id is this one and the contender.
         draw: how values are drawn.
         others: `device` ("cuda" or "cpu") and `device_slug`, the name in rows; `replicate`;
             `timing`, the fields of a policy; columns of its rows, such as `shape`; `passes`, if not

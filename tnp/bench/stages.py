@@ -26,9 +26,9 @@ from tnp.train.step import TrainingStep
 SOURCE = "profiler"  # of a row's times; earlier rows have times between events of an eager step
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 COPIES = ("gpu_memcpy", "gpu_memset")
-AROUND = (OTHER, "forward")  # of work that belongs to no stage
+AROUND = (OTHER, "forward")  # the place of work that belongs to no stage
 
-Event = dict  # of a profile in Chrome's trace format, times in microseconds
+Event = dict  # an event of a profile in Chrome's trace format, times in microseconds
 Place = tuple[str, str]  # stage, pass
 
 log = logging.getLogger("tnp.bench.stages")

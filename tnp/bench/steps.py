@@ -43,9 +43,9 @@ def measure_step(
 ) -> Rows:
     """Returns tables "steps", "samples", "code" and, on a GPU, "stages" of one configuration.
 
-    The peak memory is that of the steps after the first. A captured step's is that of capture and
-    replays: a replay allocates nothing and uses the memory of its capture. A stream's is that of
-    all steps, since it captures a size when the size comes again.
+    The peak memory is measured over the steps after the first. For a captured step it covers
+    capture and replays: a replay allocates nothing and uses the memory of its capture. For a stream
+    it covers all steps, since a stream captures a size when the size comes again.
 
     If a shape's sizes vary, a sample is the mean over a fixed stream of `N_VARYING` tasks. Sizes
     are drawn for each task, or for each sample of it. Buckets reach the largest size that may be

@@ -32,7 +32,7 @@ N_BATCHES, T_QUANTILE = 10, 2.26
 
 Mark = torch.cuda.Event | float
 Call = Callable[[], object]
-Spans = list[tuple[Mark, Mark]]  # of one contender, in the order taken
+Spans = list[tuple[Mark, Mark]]  # one contender's samples, in the order taken
 Rounds = Callable[[int], list[Spans]]  # takes a number of rounds of all contenders
 
 

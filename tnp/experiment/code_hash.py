@@ -26,8 +26,9 @@ from typing import Any
 from tnp.dispatch.registry import source_packages
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("tnp", "workflow")  # sources followed, beside those of `source_packages`
-# The way of a call to its kernel. Gates and eager steps depend on it, a device's time does not.
+PACKAGES = ("tnp", "workflow")  # sources are followed here and in `source_packages`
+# These modules lead a call to its kernel. Gates and eager steps depend on them, a device's time
+# does not.
 HOUSE = frozenset(
     (
         *("tnp.experiment.code_hash", "tnp.experiment.fingerprints"),
@@ -46,7 +47,7 @@ NAMED = re.compile(r"([A-Za-z_]\w*(?:\.\w+)+):([A-Za-z_]\w*)")
 IGNORED = frozenset(("ctx", "kind", "type_comment", "type_params", "type_ignores"))
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 EVERYTHING = "*"  # the name that stands for a whole module
-LAMBDA = "<lambda>"  # with its line, the name of a function without one
+LAMBDA = "<lambda>"  # a function without a name is called this, with its line
 
 Symbol = tuple[str, str]  # module, name
 

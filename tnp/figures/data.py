@@ -19,7 +19,7 @@ PYTORCH_COLORS = [
     "#7B6FD0", "#003F5C", "#8FBC5A", "#4B0082", "#00A6A6", "#A7B8E8",
 ]  # fmt: skip
 OWN_COLORS = ["#D55E00", "#E69F00", "#882255", "#CC79A7", "#AA4499", "#DDCC77"]
-# Colours by role. Two plain forms share one: that of a step, and that of the operators.
+# Holds colours by role. The plain forms of a step and of an operator share a colour.
 COLORS = {"baseline": [BASELINE_COLOR], "peer": PYTORCH_COLORS, "own": OWN_COLORS}
 
 
@@ -85,7 +85,7 @@ def recorded(
     device: Row,
     keys: Sequence[str] | None = None,
 ) -> str:
-    """Returns when the rows behind `view` were measured on `device`, all or those of `questions`.
+    """Returns when the rows behind `view` were measured on `device`: all rows, or of `questions`.
 
     Examples: "recorded 2026-02-01", "recorded 2026-02-01 to 2026-03-01", "this machine,
     2026-02-01", or both kinds. The result is "" if no row tells.

@@ -14,9 +14,9 @@ from tnp.figures.words import words
 
 WIDTH = 545  # px of the bars; with labels and padding about 800, GitHub's width
 BAR_HEIGHT = 18  # px
-SHAPES = 5  # at most
+SHAPES = 5  # most shapes that are drawn
 GREY = "#757b82"  # 4.2 : 1 on white and 4.5 : 1 on GitHub's dark page
-LABEL_ROOM = 1.35  # of the longest bar, for the text right of it
+LABEL_ROOM = 1.35  # axis length over the longest bar, for the text right of it
 
 # Role → name and colour of its bar.
 BARS = {

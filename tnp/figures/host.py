@@ -30,7 +30,7 @@ PASSES = {
 
 STEPS_EXPLAINED = [
     "Training steps: the bar is the host's time, from the call until it returns on an idle device. "
-    "In brackets: that time divided by that of PyTorch's fastest form without a CUDA graph. The "
+    "In brackets: that time over the host's time of PyTorch's fastest form without a graph. The "
     "tick is the time of a step in a loop: the device's or the host's, whichever is longer.",
 ]
 CALLS_EXPLAINED = [

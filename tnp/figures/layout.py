@@ -14,7 +14,7 @@ PHONE_PANEL_WIDTH = 318  # px; about 340 with the ends of its axis
 LABEL_CHARACTER_WIDTH = 6.8  # px, of an axis label
 LABEL_HEIGHT = 18  # px, of a label above its line
 NUMBERS_WIDTH = 50  # px, of the numbers of a y axis and its name
-CHARACTER_WIDTH = 0.49  # of the font size, on average
+CHARACTER_WIDTH = 0.49  # mean share of the font size
 
 # Panels have different lines. It is an argument of `concat`: Altair's methods copy all panels.
 OWN_LINES = alt.Resolve(scale=alt.ScaleResolveMap(yOffset="independent"))

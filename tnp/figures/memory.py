@@ -13,7 +13,7 @@ from tnp.figures.layout import Layout
 
 PANEL_WIDTH = 345  # px
 COLUMNS = 2  # panels abreast
-LABEL_ROOM = 1.25  # of the longest bar, for the number right of it
+LABEL_ROOM = 1.25  # axis length over the longest bar, for the number right of it
 
 TOOLTIP = [
     alt.Tooltip("variant:N"),

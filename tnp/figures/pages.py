@@ -97,7 +97,7 @@ def index(sentences: dict[str, str], findings: dict[str, str], drawn: Collection
         "<p>Figures answer each question; a figure's title gives its answer. “Plain PyTorch” is "
         "the model as one would first write it. “PyTorch's best” has every saving that PyTorch "
         "offers. “Ours” runs this project's kernels. All figures are drawn from the rows in this "
-        "repository and those of this machine.</p>"
+        "repository and the rows of this machine.</p>"
     )
     for question, figures in STORY.items():
         parts.append(f"<h2>{question}</h2>\n<dl>")

@@ -15,7 +15,7 @@ from tnp.figures.layout import Layout
 PANEL_WIDTH = 820  # px
 COLUMNS = 1
 LINE_HEIGHT = 18  # px
-TEXT_ROOM = 1.15  # of the axis, right of it
+TEXT_ROOM = 1.15  # room for text right of the axis, as a share of it
 
 # Column of the view → name, colour and shape of its mark.
 MEASURES = {

@@ -3,7 +3,7 @@
 A table is a query, a file of workflow/report. Its first comment lines are the section's title and
 text. Its columns are the table's, with spaces for underscores. A first line `-- topic: attention`
 puts the section on the page results/attention.md; sections without a topic are in RESULTS.md. The
-order is that of the files' names.
+order follows the files' names.
 
 README.md and pages of docs/ have tables where a block names one: `<!-- report: headline -->` to
 `<!-- end -->` holds the table of workflow/report/10_headline.sql. Blocks `catalog`, `figures` and

@@ -16,8 +16,8 @@ from tnp.figures.layout import LABEL_HEIGHT, Layout
 
 PANEL_WIDTH, PANEL_HEIGHT = 410, 260  # px
 MARK_HEIGHT = 16  # px
-LABEL_ROOM = 1.3  # of the roofline, right of it
-MOST_SHAPES = 32  # an operator with more shows only those of the neural process
+LABEL_ROOM = 1.3  # room for a label right of the axis, as a share of it
+MOST_SHAPES = 32  # an operator with more shapes shows only the neural process's
 CLOSE_DECADES = 1.0  # of intensity; labels that are nearer would overlap
 PASSES = ("forward", "backward")
 SHAPE_LABEL = {"fontSize": 11, "color": theme.MUTED}

@@ -18,7 +18,7 @@ COLUMNS = 2  # panels abreast
 PAIRED = "Loss of runs on the same tasks from the same weights"
 EVALUATED = "Log-likelihood on held-out tasks"
 STUDIED = "Log-likelihood on held-out tasks, of runs that differ in one thing"
-LINES = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8c6d1f", "#56B4E9"]  # of a study
+LINES = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8c6d1f", "#56B4E9"]  # a study's runs
 FLOOR = 3.0  # nats below the best that a study's panel shows
 
 # Column of the view → name, colour and dash.

@@ -99,7 +99,7 @@ SIZES = {
 
 
 def words(name: str) -> str:
-    """Returns the title of `name`: that above, or that of its declaration."""
+    """Returns the title of `name`: from WORDS above, or from its declaration."""
     return WORDS.get(name) or catalog().titles().get(name, name)
 
 

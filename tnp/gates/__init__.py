@@ -34,7 +34,7 @@ class Gate:
 
 
 GENERIC = "op"  # a generic gate is op--operator--implementation
-OPERATORS_PHASE = 2  # of generic gates
+OPERATORS_PHASE = 2  # the phase of generic gates
 COMPILED = "kernels"  # the gate that compiles every kernel of ours; nothing waits for it
 NOT_FINISHED = ("killed", "timeout")  # such a gate continues in the next run, and is not wrong
 

@@ -43,8 +43,8 @@ def masked(
     """Returns mixture parameters [B, N, K, 1 + 2·d_y] by one pass under a mask: the definition.
 
     Args:
-        model: with a buffer.
-        context: in the model's units, as all arguments, and without padding.
+        model: a model with a buffer.
+        context: a context without padding, in the model's units like all arguments.
         entered: x [B, n, d_x] and y [B, n, d_y] of the buffer's points in their order.
         x_target: [B, N, d_x].
         n_seen: int64 [N], how many of the buffer's points a target sees.
@@ -73,7 +73,7 @@ def visible(context: Context, n_buffer: int, n_seen: torch.Tensor) -> torch.Tens
     """Returns bool [B, 1, rows, rows] of context, buffer and targets: which row sees which."""
     m, n = context.x.shape[1], n_buffer
     row = torch.arange(m + n + len(n_seen), device=context.x.device)
-    place = row - m  # in the buffer
+    place = row - m  # a row's place in the buffer
     last = torch.cat([torch.full_like(row[:m], -1), place[m : m + n], n_seen - 1])
     of_buffer = (place >= 0) & (place < n) & (place <= last[:, None])
     lengths = context.lengths
@@ -124,7 +124,7 @@ def one_by_one(model: TransformerNP, task: Task) -> torch.Tensor:
 
 
 def build(device: torch.device, variant: Variant) -> TransformerNP:
-    """Returns the gates' model with a buffer. Its points differ from those of a context."""
+    """Returns the gates' model with a buffer. Its points differ from a context's points."""
     plain = models.build_model(device, variant)
     config = replace(plain.config, buffer=ROOM[device.type])
     model = TransformerNP(config, variant, plain.compute_dtype).to(device)

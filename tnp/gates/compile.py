@@ -78,7 +78,7 @@ def rows_of(jobs: list[Any], path: Path | None = None) -> Iterator[dict]:
         yield from pool.imap_unordered(_compiled, range(len(changed)))
 
 
-_taken: list[tuple[Any, str]] = []  # in a process of the pool
+_taken: list[tuple[Any, str]] = []  # filled in a process of the pool
 
 
 def _take(jobs: list[tuple[Any, str]]) -> None:

@@ -67,7 +67,7 @@ def against_eager(
         names: names the two checks.
         captured: losses and weights of the captured run.
         eager: losses and weights of each eager run; the first is the reference.
-        implementation: of attention.
+        implementation: the implementation of attention.
     """
     first, *others = eager
     distances = ("max_abs_error", max_abs_error), ("relative_error", relative_error)

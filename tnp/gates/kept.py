@@ -26,7 +26,7 @@ from tnp.experiment.kernel_code import kernel_hash
 from tnp.gates.compile_job import Job
 from tnp.util.atomic_files import replacing
 
-FILE = Path(__file__).with_name("compiled.csv")  # of package tnp
+FILE = Path(__file__).with_name("compiled.csv")  # the file of package tnp
 _NAMES = ("kernel", "target", "dtype")  # for a reader: lines are found by their code alone
 _NUMBERS = ("registers", "spill_bytes", "shared_bytes", "num_warps")
 _COLUMNS = (*_NAMES, *_NUMBERS, "warnings", "code")

@@ -13,7 +13,7 @@ from tnp.gates.checks import Check
 from tnp.gates.compile import compile_all, described, faults
 
 _NOT_IN_THE_TABLE = ("users", "package", "code")
-_compiled: list[dict] = []  # in this process
+_compiled: list[dict] = []  # filled in this process
 
 
 def kernel_rows() -> list[dict]:

@@ -110,7 +110,7 @@ def _compile(
             for launch in launches(operator, case.problem, target, found, singly=True):
                 try:
                     launch.call()
-                except Exception as error:  # of any host code, on tensors without memory
+                except Exception as error:  # any host code may fail on tensors without memory
                     warm.log.warning("not compiled ahead, %s: %s", case, error)
 
 
@@ -193,7 +193,7 @@ def _same(run: Forced, first: Results, others: Iterable[Results], how: str) -> I
         for name, value in first.items():
             if value is None:
                 continue
-            # They are nearly always equal, and `torch.equal` takes a third of the time.
+            # Values are nearly always equal, and `torch.equal` is the faster test.
             same = torch.equal(other[name], value)
             apart = 0.0 if same else max_abs_error(other[name], value)
             if name not in run.nondeterministic:

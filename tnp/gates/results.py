@@ -15,9 +15,9 @@ from tnp.dispatch.spec import Budget, Call, Case, Implementation, Operator, Prob
 from tnp.gates.checks import Check, distance, error_ratio
 from tnp.ops._shared.random_values import Random, Upstream
 
-Inputs = dict[str, torch.Tensor | None]  # by name, in the operator's order
+Inputs = dict[str, torch.Tensor | None]  # inputs by name, in the operator's order
 Results = dict[str, torch.Tensor | None]  # outputs by name, and "d" + input; None: not given
-Gradient = Callable[[str, torch.Tensor], torch.Tensor | None]  # (name, like) of an output
+Gradient = Callable[[str, torch.Tensor], torch.Tensor | None]  # takes an output's (name, like)
 
 
 def compute(
@@ -59,16 +59,16 @@ class Setting:
     case: Case
     device: torch.device
     inputs: Inputs
-    options: dict  # of a call
+    options: dict  # options of the call
     wanted: tuple[str, ...]
     upstream: Gradient
     budget: Budget
     floors: float | Mapping[str, float]  # relative errors that no rounding can undercut
     plain: Callable  # PyTorch's form in the case's dtype
-    own: Results  # of `plain`
-    exact: Results  # in float64, from inputs as the implementation's number format holds them
-    originals: Results | None  # in float64 from the inputs themselves, if those differ
-    rounded: Results  # in float64, with the roundings that a narrower format causes on the way
+    own: Results  # results of `plain`
+    exact: Results  # float64 results, from inputs rounded to the implementation's format
+    originals: Results | None  # float64 results from the inputs, if rounding changes them
+    rounded: Results  # float64 results, with a narrower format's roundings on the way
 
     @classmethod
     def of(
@@ -160,7 +160,7 @@ class Setting:
             # An input that the result does not depend on has no gradient, or zeros.
             given = next((x for x in (value, exact) if x is not None), None)
             return 0.0 if given is None or not given.count_nonzero() else math.inf
-        # The dtype is PyTorch's or wider: sums in float32 may be returned in float32.
+        # The dtype is PyTorch's or a wider one: sums in float32 may be returned in float32.
         if value.shape != own.shape or value.dtype != torch.promote_types(value.dtype, own.dtype):
             return math.inf
         if not value.is_floating_point():

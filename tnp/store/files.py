@@ -25,7 +25,7 @@ from tnp.util.atomic_files import StoreError, cannot_write, first_line, parquet_
 from tnp.util.cli import Parser
 
 VERSION_KEY = b"tnp_schema_version"
-# Repeated strings are read as dictionaries, which takes a third of the time.
+# Repeated strings are read as dictionaries, which is faster.
 DICTIONARY = pa.dictionary(pa.int32(), pa.string())
 
 BUILT_FROM = """

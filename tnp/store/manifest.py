@@ -1,6 +1,6 @@
 """Digests of files: `data/recorded/MANIFEST` lists recorded files, and new files hold their own.
 
-The lines of the manifest are those of `sha256sum`: `cd data/recorded && sha256sum -c MANIFEST`
+The manifest has the lines that `sha256sum` writes: `cd data/recorded && sha256sum -c MANIFEST`
 checks them too. No line is ever removed.
 """
 

@@ -60,13 +60,13 @@ STEP_KEY = [
 ]
 
 PREDICTION_KEY = [
-    ("config_id", pa.string()),  # with the form, without the replicate
+    ("config_id", pa.string()),  # names the form, not the replicate
     ("study", pa.string()),
     ("shape", pa.string()),
     ("variant", pa.string()),
     ("batch", pa.int32()),
     ("n_context", pa.int32()),
-    ("n_target", pa.int32()),  # of one prediction
+    ("n_target", pa.int32()),  # targets of one prediction
     ("dtype", pa.string()),
     # "anew" | "encode" | "kept" | "replayed" | "bare" (`tnp/bench/predictions.py`), "drawn" |
     # "drawn_anew" | "trained" | "trained_plain" (`tnp/bench/joint.py`)
@@ -113,14 +113,14 @@ OP_KEY = [
 # The variant of a step; null in rows from before there were several operators.
 VARIANT = [
     ("operators", pa.string()),  # JSON: operator → implementation
-    ("gates", pa.string()),  # those the step waits for, joined by "|"
+    ("gates", pa.string()),  # gates that the step waits for, joined by "|"
 ]
 
-# Sizes of operators other than attention; each has those it depends on.
+# Sizes of operators other than attention. An operator has the sizes that it depends on.
 OP_SIZES = [
     ("d_model", pa.int32()),
     ("d_ff", pa.int32()),
-    ("d_ff_storage", pa.int32()),  # zero-padded to
+    ("d_ff_storage", pa.int32()),  # d_ff after zero-padding
     ("n_components", pa.int32()),
 ]
 
@@ -131,14 +131,14 @@ CONTRACT = [
     ("provider", pa.string()),  # "own", "torch", or the package that the implementation is of
     ("packages", pa.string()),  # JSON: name → version of the packages that it needs
     ("rank", pa.int32()),  # its place among the operator's implementations; 0 is PyTorch's form
-    ("precision", pa.string()),  # of its products, where below the problem's dtype; else ""
+    ("precision", pa.string()),  # number format of products if not the dtype; else ""
     ("with_forward", pa.bool_()),  # the backward pass was timed with its forward
     ("forced", pa.string()),  # JSON: operation → kernel and configuration of a tuning trial
-    ("peak_memory_bytes", pa.int64()),  # of one call, beyond its inputs; null on a CPU
+    ("peak_memory_bytes", pa.int64()),  # one call's, beyond its inputs; null on a CPU
 ]
 
-# The process that measured the row, a number drawn for each. In rows from before there was one it
-# is null, and those of one device and `recorded_at` are a run.
+# `run_id` is drawn for each process that measures. It is null in early rows: there, rows of one
+# device and `recorded_at` are a run.
 RUN = [("run_id", pa.string())]
 
 # Rows of one code version agree in these hashes (`tnp/bench/evidence.py`). Early rows have null in
@@ -156,9 +156,9 @@ EVIDENCE = [
 # other packages. "own": any operator of ours is in it.
 ROLES = ("baseline", "peer", "own")
 
-# The best that the device itself reaches, by the names of their rows' operators.
+# Their rows measure the best rates of the device itself.
 CEILINGS = ("ceiling_matmul", "ceiling_copy", "ceiling_read")
-# Number formats of products that there is a ceiling of: the dtype of its row.
+# `ceiling_matmul` has a row for each of these number formats, as the row's dtype.
 FORMATS = ("bfloat16", "float16", "tf32", "int8", "e4m3")
 
 TABLES: dict[str, pa.Schema] = {
@@ -183,8 +183,8 @@ TABLES: dict[str, pa.Schema] = {
             ("gpu_uuid", pa.string()),
             ("power_limit_w", pa.float64()),
             ("packages", pa.string()),  # JSON: name → version
-            ("processor", pa.string()),  # model name of the host's; null in earlier rows
-            # Cores' worth of time that its control group allows; null where it sets no limit.
+            ("processor", pa.string()),  # the host's model name; null in earlier rows
+            # Cores' worth of time that the control group allows; null where it sets no limit.
             ("cpu_limit", pa.float64()),
         ],
         "gates": [
@@ -198,10 +198,10 @@ TABLES: dict[str, pa.Schema] = {
             ("passed", pa.bool_()),
             ("mode", pa.string()),  # "gpu" | "interpreter" | "cpu"
             *OUTCOME,  # "ok" | "unsupported" (skipped, with the reason) | "error"
-            ("op", pa.string()),  # whose implementation is named; null is attention
+            ("op", pa.string()),  # operator of the implementation; null is attention
             *RUN,
-            ("problem", pa.string()),  # JSON of what was computed; "" where it is no operator's
-            ("kernel", pa.string()),  # that computed it: "forward, backward"; "" where not ours
+            ("problem", pa.string()),  # JSON of the operator's problem; "" without an operator
+            ("kernel", pa.string()),  # our kernels that ran: "forward, backward"; else ""
         ],
         "steps": [
             *STEP_KEY,
@@ -209,18 +209,18 @@ TABLES: dict[str, pa.Schema] = {
             *_statistics("step_ms"),
             ("tokens_per_s", pa.float64()),
             ("peak_memory_bytes", pa.int64()),
-            ("flops", pa.float64()),  # of the model, whatever a variant leaves out
-            ("tflops", pa.float64()),  # TFLOP/s at the median, of what the variant computes
+            ("flops", pa.float64()),  # the model's, whatever a variant leaves out
+            ("tflops", pa.float64()),  # TFLOP/s at the median, for the variant's own FLOPs
             ("mfu", pa.float64()),  # tflops over the device's measured matmul ceiling; null if none
             *CONDITIONS,
             *VARIANT,
             ("choices", pa.string()),  # JSON: what "auto" chose, per operator and sizes; else null
             *RUN,
             *EVIDENCE,
-            ("energy_j", pa.float64()),  # of a step; null where sampling took less than a second
+            ("energy_j", pa.float64()),  # one step's; null if sampling took less than a second
             ("launch_config", pa.string()),  # JSON: kernels and configurations by problem
             ("varies", pa.bool_()),  # a stream of tasks whose sizes vary; sizes are its means
-            ("padded_share", pa.float64()),  # of rows computed outside attention, those of padding
+            ("padded_share", pa.float64()),  # padding's share of rows outside attention
         ],
         "ops": [
             *OP_KEY,
@@ -231,27 +231,27 @@ TABLES: dict[str, pa.Schema] = {
             ("tflops", pa.float64()),  # TFLOP/s at the median
             ("gb_per_s", pa.float64()),
             ("launch_config", pa.string()),
-            ("max_abs_error", pa.float64()),  # of the output, checked again after timing
+            ("max_abs_error", pa.float64()),  # the output's, checked again after timing
             *CONDITIONS,
             *OP_SIZES,
             *RUN,
             *EVIDENCE,
-            ("gates", pa.string()),  # those the implementation waits for, joined by "|"
+            ("gates", pa.string()),  # gates that the implementation waits for, joined by "|"
             ("twin", pa.bool_()),  # a second contender of the same implementation: view `noise`
             *CONTRACT,
             # "throughput" | "latency" (`tnp/bench/policy.py`), which are never compared with each
-            # other; null in rows from before the second was asked for.
+            # other; null in rows that are older than "latency".
             ("timing", pa.string()),
-            ("bytes_written", pa.float64()),  # of `bytes`; null in rows from before
-            # The host's, of what is planned once and no time has; null where nothing is.
+            ("bytes_written", pa.float64()),  # written part of `bytes`; null in early rows
+            # The host's time of planning once, which no other time includes; null without a plan.
             ("plan_ms", pa.float64()),
         ],
-        "predictions": [  # many in a row over one context, and what encodes it
+        "predictions": [  # predictions in a row over one context, and its encoding
             *PREDICTION_KEY,
             *OUTCOME,
-            *_statistics("time_ms"),  # of one; of "drawn" forms of one target
-            # To a prediction made anew, in float32 with the same weights, of the largest mixture
-            # parameter; null of forms without an encoding, and where kernels take no float32.
+            *_statistics("time_ms"),  # of one prediction; "drawn" forms: of one target
+            # Compares with a prediction made anew in float32 with the same weights, relative to the
+            # largest mixture parameter. Null without an encoding or if kernels take no float32.
             ("max_relative_error", pa.float64()),
             *CONDITIONS,
             *VARIANT,
@@ -267,7 +267,7 @@ TABLES: dict[str, pa.Schema] = {
             *RUN,
             ("t_s", pa.float64()),  # when the sample ended, since sampling began
             ("sm_clock_mhz", pa.float64()),  # the last reading before it ended
-            ("n_launches", pa.int32()),  # that the sample is the mean of
+            ("n_launches", pa.int32()),  # the sample is the mean of so many launches
         ],
         "stages": [
             *STEP_KEY,
@@ -275,9 +275,9 @@ TABLES: dict[str, pa.Schema] = {
             *_statistics("time_ms"),
             *RUN,
             ("pass", pa.string()),  # "forward" | "backward" | "optimizer"
-            ("n_kernels", pa.int32()),  # and copies, of one step
-            # "profiler": kernels' time on the device. Null, of earlier rows: from event to event of
-            # an eager step, which holds the host's time too; "backward" was a stage.
+            ("n_kernels", pa.int32()),  # kernels and copies of one step
+            # "profiler": kernels' time on the device. Null in early rows: they time an eager step
+            # from event to event, which includes the host's time, and "backward" was a stage.
             ("source", pa.string()),
         ],
         "training": [
@@ -320,7 +320,7 @@ TABLES: dict[str, pa.Schema] = {
             ("num_warps", pa.int32()),
             ("num_stages", pa.int32()),
             ("compile_s", pa.float64()),
-            ("warnings", pa.string()),  # ptxas's, one a line; "" is none
+            ("warnings", pa.string()),  # of ptxas, one a line; "" means none
             *RUN,
         ],
         "host_calls": [  # what an eager call costs the host
@@ -339,13 +339,13 @@ TABLES: dict[str, pa.Schema] = {
             ("spec_hash", pa.string()),  # model, sizes, and what the variant's name means
             ("role", pa.string()),  # one of ROLES
             *OUTCOME,
-            *_statistics("host_ms"),  # until its call returns, on an idle device
-            *_statistics("step_ms"),  # of one of several back to back
+            *_statistics("host_ms"),  # time until a step's call returns, on an idle device
+            *_statistics("step_ms"),  # time of one of several steps back to back
             ("n_samples", pa.int32()),  # turns of some steps each
             ("compile_s", pa.float64()),  # first steps: Triton, torch.compile, graph capture
             *RUN,
         ],
-        "trials": [  # of tuning: one candidate of one problem
+        "trials": [  # a row is one candidate of one problem in tuning
             ("operation", pa.string()),  # "forward" | "separate" | "fused"
             ("shape", pa.string()),
             ("batch", pa.int32()),
@@ -357,34 +357,34 @@ TABLES: dict[str, pa.Schema] = {
             ("capability", pa.int32()),  # 90 is 9.0
             ("kernel", pa.string()),
             ("launch_config", pa.string()),
-            ("is_default", pa.bool_()),  # what runs where the tuned table has nothing
+            ("is_default", pa.bool_()),  # this runs where the tuned table has no entry
             *OUTCOME,
             *_statistics("time_ms"),
-            ("max_relative_error", pa.float64()),  # of a result's largest value, to the first's
+            ("max_relative_error", pa.float64()),  # compared with the first candidate's results
             *CONDITIONS,
             *RUN,
             *EVIDENCE,
         ],
-        # A row a kernel that one launch of an implementation consists of, as Nsight Compute saw it;
-        # one without a kernel where there is nothing to see, and `status` and `reason` say why.
+        # A row is one kernel of one launch of an implementation, as Nsight Compute saw it. If there
+        # is nothing to see, a row without a kernel says why in `status` and `reason`.
         "profiles": [
             *PROFILE_KEY,
             *OUTCOME,
             ("ncu", pa.string()),  # version of Nsight Compute
             ("launch", pa.int32()),  # its place among the kernels of the pass, from 0
             ("kernel", pa.string()),  # demangled, without parameters, shortened
-            ("duration_us", pa.float64()),  # with cold caches, at the clocks that the GPU chooses
-            ("occupancy_percent", pa.float64()),  # warps that were active, of the most an SM holds
+            ("duration_us", pa.float64()),  # caches are cold, clocks are the GPU's own choice
+            ("occupancy_percent", pa.float64()),  # active warps over the most that an SM holds
             ("theoretical_occupancy_percent", pa.float64()),  # what the launch leaves room for
-            ("sm_percent", pa.float64()),  # of the peak of the busiest unit of the SMs
-            ("memory_percent", pa.float64()),  # the same of all units between SMs and memory
+            ("sm_percent", pa.float64()),  # the busiest SM unit's share of its peak
+            ("memory_percent", pa.float64()),  # the same for units between SMs and memory
             ("dram_percent", pa.float64()),
             ("l2_percent", pa.float64()),
-            ("l2_hit_percent", pa.float64()),  # of sectors that were asked for
+            ("l2_hit_percent", pa.float64()),  # hits over requested sectors
             ("registers", pa.int32()),  # a thread
             ("shared_bytes", pa.int32()),  # a block
-            # Why warps wait, the three that take most, each with its share of a warp's time between
-            # two instructions; null of `quick` sections.
+            # The three longest reasons why warps wait, each with its share of a warp's time between
+            # two instructions; null for `quick` sections.
             ("stall_1", pa.string()),
             ("stall_1_percent", pa.float64()),
             ("stall_2", pa.string()),
@@ -396,7 +396,7 @@ TABLES: dict[str, pa.Schema] = {
         "code": [  # the code that a gate or a measurement ran
             *RUN,
             ("implementation", pa.string()),  # "" for a gate or a step
-            # As in `code_parts`, in rows of earlier layouts: a row for each part of each run.
+            # Early layouts have a row for each part of each run, with the columns of `code_parts`.
             ("part", pa.string()),
             ("name", pa.string()),
             ("hash", pa.string()),

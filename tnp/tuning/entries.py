@@ -27,7 +27,7 @@ def of_operations(rows: Iterable[Row]) -> list[tuned_tables.Entry]:
     An entry has a kernel and a configuration, and serves both modes. Other rows are ignored.
 
     Args:
-        rows: rows of table "ops", those of one job in the order of its contenders.
+        rows: rows of table "ops". The rows of one job are in the order of its contenders.
     """
     found: dict[tuple[str, str], dict[tuple[str, str], list[float]]] = {}
     for row in rows:

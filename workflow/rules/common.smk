@@ -36,7 +36,7 @@ try:
 except ValueError as error:
     sys.exit(str(error))
 
-# Faults of other packages' entries: those are left out, and the rest goes on.
+# An entry of another package with a fault is left out, and the rest goes on.
 for fault in catalog().faults if workflow.is_main_process else ():
     print(fault, file=sys.stderr)
 
@@ -129,7 +129,7 @@ def unknown_target(wildcards):
 
 
 def of_plan(wildcards):
-    """Files of all jobs. As a function, a run that does not need them reads no code."""
+    """Returns the files of all jobs. It is a function: a run that needs no files reads no code."""
     return [*FILES.of_plan(), *FILES.of_again()]
 
 
@@ -140,7 +140,7 @@ def to_measure_again(wildcards):
 
 
 def drawn(wildcards):
-    """The figures that are there, for a report; nothing waits for them."""
+    """Returns the figures that exist, for a report; nothing waits for them."""
     return [
         before_update(report(file, category=question, labels={"figure": name}))
         for question, names in STORY.items()
@@ -170,7 +170,7 @@ onstart:
         )
     except ValueError as error:
         sys.exit(str(error))
-    # Empty, but for jobs that share no file system: a kill would leave it behind.
+    # The folder serves only jobs that share no file system. A kill would leave it behind.
     with suppress(OSError):
         workflow.snakemake_tmp_dir.rmdir()
     for handler in logger.handlers:

@@ -16,7 +16,7 @@ rule gate:
         device=DEVICE,
         slug=SLUG,
         timeout_s=CONFIG.timing["timeout_s"],
-        # Not an output: Snakemake deletes the outputs of a job that it starts again.
+        # This file is no output: Snakemake deletes the outputs of a job that it starts again.
         unfinished=f"{RUNS}/unfinished/{{gate}}.jsonl",
     script:
         "../scripts/gate.py"

@@ -11,7 +11,7 @@ have no influence on anything else: `snakemake --report report.html figures` aft
 """
 
 
-# All that has to run on the measured machine; what follows can be done anywhere.
+# This target is all that has to run on the measured machine. What follows can run anywhere.
 rule measurements:
     input:
         of_plan,
@@ -33,7 +33,7 @@ FIGURE_FILES = [
     f"figures/{name}.{kind}" for name in FIGURES for kind in ("html", "svg")
 ]
 
-# With all cores, so that one at a time builds the database: it does where rows have changed.
+# Each takes all cores, so one at a time builds the database. It is built where rows have changed.
 for file in [summary.DATABASE, "figures/index.html", *FIGURE_FILES]:
 
     rule:

@@ -6,7 +6,7 @@ what the compiler says of every kernel for every target.
 """
 
 
-# Functions, so that only the code of what is asked for is read.
+# Inputs are functions, so that Snakemake reads only the code of requested targets.
 rule gates:
     input:
         lambda wildcards: FILES.of_gates(PLAN.gates),
@@ -41,8 +41,8 @@ for study in ELSEWHERE.keys() - CONFIG.training:
             nothing_here(study),
 
 
-# Snakemake takes a name that is no rule for a file to be made. This is each name without a folder, and
-# each path to what is made here otherwise than by a rule with that output.
+# Snakemake takes a name that is no rule for a file to be made. This rule matches each name without a
+# folder, and each path in the folders that the workflow writes, if no rule has it as its output.
 rule unknown_target:
     input:
         unknown_target,

@@ -15,7 +15,7 @@ rule train:
         gpu=GPUS,
     params:
         **params_of("train", TRAINED),
-        # Not an output: Snakemake deletes the outputs of a job that it starts again.
+        # This folder is no output: Snakemake deletes the outputs of a job that it starts again.
         checkpoints=f"{RUNS}/checkpoints/{TRAINED}",
     script:
         "../scripts/train.py"

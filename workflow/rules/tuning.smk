@@ -12,7 +12,7 @@ def results_of(table, jobs):
     return lambda wildcards: [files[table] for files in FILES.of_replicates(jobs)]
 
 
-# Without an output it always runs, and always from the rows that are there.
+# A rule without an output always runs, and always from the rows that are there.
 rule tune:
     input:
         trials=results_of("ops", TRIALS),

@@ -88,7 +88,7 @@ from (
     ('deviation', 'standard deviation of a run''s samples over their median'),
     ('device', 'slug of the measured device'),
     ('device_name', 'name of the device'),
-    ('difference', 'ours minus gp_small_sdpa; in pairs: logarithm of how many times as fast own was'),
+    ('difference', 'first minus second; in pairs: logarithm of how many times as fast own was'),
     ('difference_high', 'upper end of the difference''s 90 % interval'),
     ('difference_low', 'lower end of the difference''s 90 % interval'),
     ('dominant_share', 'share of duration_us of the kernel that takes longest'),
