@@ -76,4 +76,4 @@ def test_the_script_enters_what_won(tune):
 
 def test_where_nothing_was_measured_the_script_says_so(tune):
     said, entries = tune([], [])
-    assert "nothing to do" in said and entries == ()
+    assert "no timed rows" in said and entries == ()
