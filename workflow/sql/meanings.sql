@@ -228,7 +228,7 @@ from (
     ('n_target', 'target points of a task'),
     ('n_warmup', 'calls before the first sample'),
     ('name', 'variant or implementation; in table code: name of the part'),
-    ('nats_from_context', 'gain of the true context over a shuffled one; null if the run has no shuffled value'),
+    ('nats_from_context', 'gain of the true context over a shuffled one; null if not measured'),
     ('ncu', 'version of Nsight Compute'),
     ('num_stages', 'stages of the kernel''s pipeline'),
     ('num_warps', 'warps of a program'),
