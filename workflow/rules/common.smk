@@ -154,6 +154,18 @@ def measures_nothing():
     return not any(job.output for job in workflow.dag.needrun_jobs())
 
 
+def of_jobs(jobs):
+    """Returns an input function: all files of these jobs."""
+    return lambda wildcards: [
+        file for files in FILES.of_replicates(jobs) for file in files.values()
+    ]
+
+
+def results_of(table, jobs):
+    """Returns an input function: the files of `table` of these jobs."""
+    return lambda wildcards: [files[table] for files in FILES.of_replicates(jobs)]
+
+
 # A dry run and all that comes before this changes nothing, so it needs no lock.
 onstart:
     try:

@@ -17,12 +17,6 @@ rule compiled:
         lambda wildcards: FILES.planned(GATE, COMPILED)["gates"],
 
 
-def of_jobs(jobs):
-    return lambda wildcards: [
-        file for files in FILES.of_replicates(jobs) for file in files.values()
-    ]
-
-
 for study, jobs in PLAN.studies().items():
 
     rule:

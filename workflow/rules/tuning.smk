@@ -8,10 +8,6 @@ TRIALS = running_order(PLAN.on_demand)
 TIMED = deciding(CONFIG, PLAN.jobs["op"])
 
 
-def results_of(table, jobs):
-    return lambda wildcards: [files[table] for files in FILES.of_replicates(jobs)]
-
-
 # A rule without an output always runs, and always from the rows that are there.
 rule tune:
     input:
