@@ -74,8 +74,11 @@ class Attempts:
 
 def attempt(file: Path) -> Attempt | None:
     """Returns the result that `file` holds, or None for a file of an earlier layout."""
-    match = re.fullmatch(r"(.+)--([0-9a-f]{16})-(\d+)", file.stem)
-    return Attempt(file, match[1], match[2], int(match[3])) if match else None
+    if not re.fullmatch(f".+{PATTERN}", file.stem):
+        return None
+    stem, end = file.stem.rsplit("--", 1)
+    state, number = end.split("-")
+    return Attempt(file, stem, state, int(number))
 
 
 def tried_out(made: Sequence[Attempt]) -> bool:

@@ -97,8 +97,8 @@ class Files:
         return [self.planned(self._plan.kind(name), name, r) for name, r in jobs]
 
     def of_gates(self, gates: Iterable[str]) -> list[str]:
-        """Returns the files of `gates`, without gates that config.yaml does not name."""
-        return [self.planned(GATE, gate)["gates"] for gate in self._named(gates)]
+        """Returns the files of `gates`, which config.yaml names."""
+        return [self.planned(GATE, gate)["gates"] for gate in gates]
 
     def gates_waited_for(self) -> list[str]:
         """Returns the gates that jobs of this device wait for, in the order of config.yaml."""

@@ -10,14 +10,14 @@ import duckdb
 import numpy as np
 import pytest
 
+from tests.sql.depths import depths
 from tnp.bench.outcome import together
 from tnp.store.files import _load, build_database, read_tables, write_table
-from tnp.store.views import depths, in_order
+from tnp.store.views import MEANINGS, in_order
 from tnp.util.atomic_files import parquet_files
 
 SQL = Path(__file__).parents[2] / "workflow" / "sql"
 FILES = sorted(SQL.glob("*.sql"))
-MEANINGS = "column_meanings"  # a table of words that follow from no row
 VIEWS = sorted(depths(FILES).keys() - {MEANINGS})
 CREATING_TABLES = [
     text

@@ -5,8 +5,9 @@ import re
 import duckdb
 
 from tests.sql.conftest import FILES
+from tests.sql.depths import depths
 from tnp.store.schemas import TABLES
-from tnp.store.views import READ, depths
+from tnp.store.views import READ
 
 PRIVATE = re.compile(
     r"\b(sittings?|standing|counts|questions?|generations?|proven|told|spot|opaque)\b"

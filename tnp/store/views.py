@@ -8,7 +8,6 @@ come from table `column_meanings`, if a file creates it: see `duckdb_columns()`.
 import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import cache
 from pathlib import Path
 
 import duckdb
@@ -69,28 +68,6 @@ def in_order(files: Sequence[Path]) -> list[Path]:
         for path, text in texts.items()
     }
     return sorted(files, key=lambda path: len(_reached(path, reads)))
-
-
-def depths(files: Sequence[Path]) -> dict[str, int]:
-    """Returns {table or view: the longest chain of tables and views below it and itself}.
-
-    Recorded tables, which no file creates, have depth 0 and are not listed. No file may name a
-    common table expression like a table or view, because only names are looked at.
-    """
-    reads: dict[str, set[str]] = {}
-    for path in files:
-        text = re.sub(r"--.*", "", path.read_text())
-        starts = [*CREATED.finditer(text)]
-        ends = [match.start() for match in starts[1:]] + [len(text)]
-        for match, end in zip(starts, ends, strict=True):
-            if match[2] != "macro":
-                reads[match[3]] = set(READ.findall(text[match.end() : end]))
-
-    @cache
-    def depth(name: str) -> int:
-        return 1 + max((depth(read) for read in reads[name] & reads.keys()), default=0)
-
-    return {name: depth(name) for name in reads}
 
 
 def _reached(start: Path, reads: Mapping[Path, set[Path]]) -> set[Path]:

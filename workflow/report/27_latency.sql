@@ -1,5 +1,5 @@
 -- topic: operators
--- # What a single launch takes
+-- # How long a single launch takes
 -- The table has microseconds of one launch among many single ones. Each launch stands between two
 -- events of its own, without a CUDA graph. The L2 cache is overwritten before each, and
 -- implementations take turns. 95 and 99 of 100 launches stay below p95 and p99. These rows are not

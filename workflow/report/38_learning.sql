@@ -1,4 +1,4 @@
--- # What the model learned
+-- # How well the model learns
 -- Training runs are judged at their end, on tasks that they were not trained on. The value is the
 -- mean log-likelihood of a target in nats, with its 95 % interval; higher is better. "Shuffled" has
 -- the context's values interchanged: a model that uses its context must fall below the interval
