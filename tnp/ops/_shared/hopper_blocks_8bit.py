@@ -19,6 +19,7 @@ from tnp.ops._shared.e4m3 import LEAST
 from tnp.ops._shared.rows_8bit import InRows
 
 NUM_WARPS = 8
+REGISTERS = 80  # three programs then share a multiprocessor
 COLUMNS = gl.constexpr(64)  # of a block that all threads have at once
 _LEAST = gl.constexpr(LEAST)
 # Positions, pairs of columns; then words of rows, [128, 16], and words of panels, [32, 32].
@@ -115,15 +116,6 @@ def _scaled(x, unit):
     return gl.where(finite, x, float("nan")), gl.where(finite, x * x, 0.0)
 
 
-@gluon.jit
-def _load_parts(ptr, places, inside):
-    """Loads twice 64 columns, before the first is used."""
-    return (
-        gl.load(ptr + places, mask=inside, other=0),
-        gl.load(ptr + COLUMNS // 2 + places, mask=inside, other=0),
-    )
-
-
 @gluon.jit(do_not_specialize=["n_rows"])
 def quantize_blocks_hopper_kernel(
     x_ptr, rows_ptr, panels_ptr, scale_ptr, bound_ptr, norms_ptr, n_rows, stride, n_norms, factor,
@@ -136,22 +128,18 @@ def quantize_blocks_hopper_kernel(
     places = rows.to(gl.int64)[:, None] * stride + columns[None, :]
     inside = (rows < n_rows)[:, None]
     largest = gl.zeros([128, COLUMNS // 2], gl.int32, PAIRS)
-    for i in range(0, C, 2 * COLUMNS):
-        parts = _load_parts(x_ptr + i // 2, places, inside)
-        for j in gl.static_range(2):
-            largest = gl.maximum(largest, _largest(parts[j]))
+    for column in range(0, C, COLUMNS):
+        pairs = gl.load(x_ptr + column // 2 + places, mask=inside, other=0)
+        largest = gl.maximum(largest, _largest(pairs))
     e = exponent(gl.max(gl.max(largest, 1), 0).to(gl.float32, bitcast=True))
     # Squares of scaled elements neither overflow nor vanish.
     squares = gl.zeros([128, COLUMNS // 2], gl.float32, PAIRS)
-    for i in range(0, C, 2 * COLUMNS):
-        parts = _load_parts(x_ptr + i // 2, places, inside)
-        for j in gl.static_range(2):
-            even, odd = unpacked(parts[j])
-            even, square = _scaled(even, power(-e))
-            odd, other = _scaled(odd, power(-e))
-            squares += square + other
-            column = i + j * COLUMNS
-            store_columns(even, odd, rows_ptr, panels_ptr, block, column, n_rows, C, HAS_PANELS)
+    for column in range(0, C, COLUMNS):
+        even, odd = unpacked(gl.load(x_ptr + column // 2 + places, mask=inside, other=0))
+        even, square = _scaled(even, power(-e))
+        odd, other = _scaled(odd, power(-e))
+        squares += square + other
+        store_columns(even, odd, rows_ptr, panels_ptr, block, column, n_rows, C, HAS_PANELS)
     norm = gl.sqrt(gl.max(gl.sum(squares, 1), 0)) * power(e)
     at = gl.arange(0, NORMS, layout=_NORMS)
     of_others = gl.max(gl.load(norms_ptr + at, mask=at < n_norms, other=0.0), 0)
@@ -173,6 +161,7 @@ def blocks_quantizer(
     kernel = Bound(
         quantize_blocks_hopper_kernel, (n_blocks,), n_rows, stride // 2, norms,
         HAS_PANELS=panels, NORMS=next_power_of_2(norms), C=n_columns, num_warps=NUM_WARPS,
+        maxnreg=REGISTERS,
     )  # fmt: skip
 
     def quantize(x: Tensor, other: InRows, factor: float) -> Blocks:

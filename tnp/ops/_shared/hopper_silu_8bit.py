@@ -23,24 +23,13 @@ from tnp.dispatch.devices import Target
 from tnp.dispatch.launcher import Bound
 from tnp.ops._shared.blocks_8bit import Blocks, panels_shape
 from tnp.ops._shared.hopper_blocks_8bit import word, words
-from tnp.ops._shared.hopper_matmul import (
-    BLOCK_K,
-    QUARTER_ACC,
-    REGISTERS,
-    ROWS,
-    TILE,
-    multiply,
-    pipeline,
-    produce,
-    quarters,
-    tiles,
-)
+from tnp.ops._shared.hopper_matmul import BLOCK_K, QUARTER_ACC, ROWS, TILE, quarters
+from tnp.ops._shared.hopper_matmul_8bit import MAPS, REGISTERS, multiply, pipeline, produce
 from tnp.ops._shared.hopper_primitives import opaque
 from tnp.ops._shared.hopper_slope import load_slopes, new_saved, slope_of, slope_place, store_slope
 from tnp.ops._shared.rows_8bit import InRows
 from tnp.ops._shared.triton_silu_8bit import DSilu, Silu
 
-STAGES = 4
 ORDERED = True  # columns of rows lie in the order of `column_at`
 # The layout in which a thread has four words of a row.
 BY_4 = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
@@ -97,9 +86,8 @@ def _store_panel(ptr, upper, lower):
 
 
 @gluon.jit
-def _panel(ptr, row, column, n_columns):
+def _panel(ptr, row, column, width):
     """Returns where a tile's lines begin. ptr counts words."""
-    width = n_columns * TILE
     return ptr + ((row // TILE).to(gl.int64) * width + column) * 32
 
 
@@ -114,38 +102,46 @@ def _h_and_slope(half):
 
 
 @gluon.jit
+def _place(pipe, tile, WARPGROUP: gl.constexpr):
+    """Returns the row and the column of a consumer's tile, and its number among tiles of 128."""
+    # `opaque` keeps the compiler from computing addresses before the product: they would spill.
+    tile = opaque(tile)
+    block = tile // pipe.n_columns * 2 + WARPGROUP
+    column = tile % pipe.n_columns
+    return block * TILE, column * TILE, block * pipe.n_columns + column
+
+
+@gluon.jit
 def _silu(
     pipe, rows_ptr, panels_ptr, slope_ptr, scales, n_rows,
     WARPGROUP: gl.constexpr, HAS_ROWS: gl.constexpr, SAVES: gl.constexpr,
 ):  # fmt: skip
     width = pipe.n_columns * TILE
-    for tile in range(pipe.first + WARPGROUP, pipe.last, 2):
+    for tile in range(pipe.first, pipe.last):
         upper, lower = multiply(pipe, tile, WARPGROUP)
-        # `opaque` keeps the compiler from computing addresses before the product: they would spill.
-        place = opaque(tile)
-        row = place // pipe.n_columns * TILE
-        column = place % pipe.n_columns * TILE
-        half_of_x = gl.load(scales[0] + row) * 0.5
-        unit = _inverse(gl.load(scales[2] + row))
-        upper = quarters(upper)
-        lower = quarters(lower)
-        for j in gl.static_range(2):
-            begin = column + j * BLOCK_K
-            scale = _of_columns(scales[1], begin) * half_of_x
-            h0, slope0 = _h_and_slope(upper[j] * scale)
-            if SAVES:
-                store_slope(slope_ptr + slope_place(place, 0, j), slope0 * 0.5)
-            h0 = h0 * unit
-            if HAS_ROWS:
-                _store_rows(rows_ptr, h0, row, begin, n_rows, width)
-            h1, slope1 = _h_and_slope(lower[j] * scale)
-            if SAVES:
-                store_slope(slope_ptr + slope_place(place, 1, j), slope1 * 0.5)
-            h1 = h1 * unit
-            if HAS_ROWS:
-                _store_rows(rows_ptr, h1, row + ROWS, begin, n_rows, width)
-            if SAVES:
-                _store_panel(_panel(panels_ptr, row, begin, pipe.n_columns), h0, h1)
+        row, column, place = _place(pipe, tile, WARPGROUP)
+        if row < n_rows:
+            half_of_x = gl.load(scales[0] + row) * 0.5
+            unit = _inverse(gl.load(scales[2] + row))
+            uppers = quarters(upper)
+            lowers = quarters(lower)
+            for j in gl.static_range(2):
+                begin = column + j * BLOCK_K
+                scale = _of_columns(scales[1], begin) * half_of_x
+                h0, slope0 = _h_and_slope(uppers[j] * scale)
+                if SAVES:
+                    store_slope(slope_ptr + slope_place(place, 0, j), slope0 * 0.5)
+                h0 = h0 * unit
+                if HAS_ROWS:
+                    _store_rows(rows_ptr, h0, row, begin, n_rows, width)
+                h1, slope1 = _h_and_slope(lowers[j] * scale)
+                if SAVES:
+                    store_slope(slope_ptr + slope_place(place, 1, j), slope1 * 0.5)
+                h1 = h1 * unit
+                if HAS_ROWS:
+                    _store_rows(rows_ptr, h1, row + ROWS, begin, n_rows, width)
+                if SAVES:
+                    _store_panel(_panel(panels_ptr, row, begin, width), h0, h1)
 
 
 @gluon.jit
@@ -154,37 +150,37 @@ def _dsilu(
     WARPGROUP: gl.constexpr, HAS_ROWS: gl.constexpr, HAS_PANELS: gl.constexpr,
 ):  # fmt: skip
     width = pipe.n_columns * TILE
-    for tile in range(pipe.first + WARPGROUP, pipe.last, 2):
-        # The slopes are read before the product, so that they arrive meanwhile.
-        slopes = load_slopes(slope_ptr, tile)
+    for tile in range(pipe.first, pipe.last):
+        # The slopes are read before the product, so that they arrive meanwhile. A consumer without
+        # rows reads others.
+        block = gl.minimum(tile // pipe.n_columns * 2 + WARPGROUP, (n_rows - 1) // TILE)
+        slopes = load_slopes(slope_ptr, block * pipe.n_columns + tile % pipe.n_columns)
         upper, lower = multiply(pipe, tile, WARPGROUP)
-        place = opaque(tile)
-        row = place // pipe.n_columns * TILE
-        column = place % pipe.n_columns * TILE
-        in_units = gl.load(scales[0] + row) * _inverse(gl.load(scales[2] + row))
-        upper = quarters(upper)
-        lower = quarters(lower)
-        for j in gl.static_range(2):
-            begin = column + j * BLOCK_K
-            scale = _of_columns(scales[1], begin) * in_units
-            dz0 = upper[j] * slope_of(slopes[j]) * scale
-            if HAS_ROWS:
-                _store_rows(rows_ptr, dz0, row, begin, n_rows, width)
-            dz1 = lower[j] * slope_of(slopes[2 + j]) * scale
-            if HAS_ROWS:
-                _store_rows(rows_ptr, dz1, row + ROWS, begin, n_rows, width)
-            if HAS_PANELS:
-                _store_panel(_panel(panels_ptr, row, begin, pipe.n_columns), dz0, dz1)
+        row, column, _place_of_slopes = _place(pipe, tile, WARPGROUP)
+        if row < n_rows:
+            in_units = gl.load(scales[0] + row) * _inverse(gl.load(scales[2] + row))
+            uppers = quarters(upper)
+            lowers = quarters(lower)
+            for j in gl.static_range(2):
+                begin = column + j * BLOCK_K
+                scale = _of_columns(scales[1], begin) * in_units
+                dz0 = uppers[j] * slope_of(slopes[j]) * scale
+                if HAS_ROWS:
+                    _store_rows(rows_ptr, dz0, row, begin, n_rows, width)
+                dz1 = lowers[j] * slope_of(slopes[2 + j]) * scale
+                if HAS_ROWS:
+                    _store_rows(rows_ptr, dz1, row + ROWS, begin, n_rows, width)
+                if HAS_PANELS:
+                    _store_panel(_panel(panels_ptr, row, begin, width), dz0, dz1)
 
 
 @gluon.jit(do_not_specialize=["n_rows", "n_columns"])
 def matmul_silu_hopper_8bit_kernel(
     x_desc, w_desc, rows_ptr, panels_ptr, slope_ptr, x_scale_ptr, w_scale_ptr, h_scale_ptr,
-    n_rows, n_columns, K_BLOCKS: gl.constexpr, STAGES: gl.constexpr, HAS_ROWS: gl.constexpr,
-    SAVES: gl.constexpr,
+    n_rows, n_columns, HAS_ROWS: gl.constexpr, SAVES: gl.constexpr,
 ):  # fmt: skip
     """Writes rows of h if HAS_ROWS, and panels of h and the slope if SAVES."""
-    pipe = pipeline(x_desc, w_desc, n_rows, n_columns, 1, K_BLOCKS, STAGES, False, 0)
+    pipe = pipeline(x_desc, w_desc, n_rows, n_columns, 1)
     scales = (x_scale_ptr, w_scale_ptr, h_scale_ptr)
     gl.warp_specialize(
         [
@@ -200,11 +196,10 @@ def matmul_silu_hopper_8bit_kernel(
 @gluon.jit(do_not_specialize=["n_rows", "n_columns"])
 def matmul_dsilu_hopper_8bit_kernel(
     dy_desc, w_desc, rows_ptr, panels_ptr, slope_ptr, dy_scale_ptr, w_scale_ptr, dz_scale_ptr,
-    n_rows, n_columns, K_BLOCKS: gl.constexpr, STAGES: gl.constexpr, HAS_ROWS: gl.constexpr,
-    HAS_PANELS: gl.constexpr,
+    n_rows, n_columns, HAS_ROWS: gl.constexpr, HAS_PANELS: gl.constexpr,
 ):  # fmt: skip
     """Writes rows of dz if HAS_ROWS, and its panels if HAS_PANELS."""
-    pipe = pipeline(dy_desc, w_desc, n_rows, n_columns, 1, K_BLOCKS, STAGES, False, 0)
+    pipe = pipeline(dy_desc, w_desc, n_rows, n_columns, 1)
     scales = (dy_scale_ptr, w_scale_ptr, dz_scale_ptr)
     gl.warp_specialize(
         [
@@ -219,17 +214,13 @@ def matmul_dsilu_hopper_8bit_kernel(
     )  # fmt: skip
 
 
-_MAPS = tiles(ROWS.value, BLOCK_K.value), tiles(TILE.value, BLOCK_K.value)
-
-
 def matmul_silu(target: Target, shape: tuple[int, int], inner: int, rows: bool, save: bool) -> Silu:
     """Does the same as `triton_silu_8bit.matmul_silu`, in the order of registers."""
     n_rows, width = shape
     of_panels = panels_shape(*shape)
     kernel = Bound(
         matmul_silu_hopper_8bit_kernel, (target.multiprocessors,), n_rows, width // TILE.value,
-        maps=_MAPS, K_BLOCKS=inner // BLOCK_K.value, STAGES=STAGES, HAS_ROWS=rows, SAVES=save,
-        num_warps=4,
+        maps=MAPS, HAS_ROWS=rows, SAVES=save, num_warps=4,
     )  # fmt: skip
 
     def run(x: Blocks, w: InRows) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -251,8 +242,7 @@ def matmul_dsilu(
     of_panels = panels_shape(*shape)
     kernel = Bound(
         matmul_dsilu_hopper_8bit_kernel, (target.multiprocessors,), n_rows, width // TILE.value,
-        maps=_MAPS, K_BLOCKS=inner // BLOCK_K.value, STAGES=STAGES, HAS_ROWS=rows,
-        HAS_PANELS=panels, num_warps=4,
+        maps=MAPS, HAS_ROWS=rows, HAS_PANELS=panels, num_warps=4,
     )  # fmt: skip
 
     def run(dy: Blocks, w: InRows, slope: Tensor) -> tuple[Tensor | None, Tensor | None]:
