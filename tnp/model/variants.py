@@ -118,11 +118,12 @@ class Variant:
     def base2(self) -> bool:
         """Returns True where the projection of queries includes the factor of attention's scores.
 
-        It is False for PyTorch's projection: that variant is code that a user of PyTorch would
-        write. It is also False where the implementation of attention does not take it.
+        It is False where the projection is not ours: that variant is code that a user of PyTorch
+        would write. It is also False where the implementation of attention does not take it.
         """
-        if self.projection == "torch" or is_automatic(self.attention):
-            return self.projection != "torch"
+        of_ours = catalog().role("project_qkv", self.projection) == OWN
+        if not of_ours or is_automatic(self.attention):
+            return of_ours
         own = catalog().listed("attention", self.attention).own
         return own is None or "base2" in own.options
 
