@@ -189,6 +189,8 @@ def require_supported(parameters: dict, variant: Variant, device: torch.device) 
         for operator in catalog().family(family):
             problem = operator.within(model, parameters)
             if problem is not None and not is_automatic(name):
+                if missing := catalog().listed(operator.name, name).missing:
+                    raise Unsupported(f"{operator.name} {name!r}: {missing}")
                 found = catalog().load(operator.name, name)
                 wanted = found.gradients or operator.differentiated
                 call = Call(problem, devices.of_device(device), wanted)
