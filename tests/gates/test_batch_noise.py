@@ -41,7 +41,7 @@ def test_coarse_weights_are_seen():
 def test_a_step_with_gradients_in_8_bits_waits_for_it():
     assert "batch_noise" in gates_for({"mlp": "e4m3"})
     assert "batch_noise" not in gates_for({"mlp": "fused"})
-    assert "batch_noise" not in gates_for({"attention": "e4m3"})  # forward only
+    assert "batch_noise" in gates_for({"attention": "e4m3"})
 
 
 def test_a_red_check_stops_what_it_names_alone():
