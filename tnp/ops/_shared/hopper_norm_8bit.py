@@ -3,8 +3,8 @@
     sum = x + update    normalized = sum · rstd · weight, as blocks (`blocks_8bit`)
 
 Normalized rows never reach memory in 16 bits, and no launch has to find their largest elements.
-Elements of a row are at most √512 · max|weight|, which gives one scale for all rows. It is some five
-times too high, and a floating-point format loses little by that.
+Elements of a row are at most √512 · max|weight|, which gives one scale for all rows. It is some
+five times too high, and a floating-point format loses little by that.
 """
 
 from collections.abc import Callable
