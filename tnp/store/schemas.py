@@ -307,6 +307,13 @@ TABLES: dict[str, pa.Schema] = {
             ("joint_log_likelihood", pa.float64()),
             ("joint_log_likelihood_anew", pa.float64()),
             ("joint_difference_stderr", pa.float64()),
+            # Share of held-out targets inside the central 90 % interval of their prediction.
+            ("heldout_coverage", pa.float64()),
+            ("recipe", pa.string()),  # JSON: all that a run and its baseline have in common
+            ("baseline", pa.string()),  # variant that the run is compared with; "" where with none
+            ("operators", pa.string()),  # JSON: operator → implementation
+            # Format of emulated products in a control: `tnp/train/emulated_products.py`; else "".
+            ("products", pa.string()),
         ],
         "kernels": [
             ("kernel", pa.string()),
