@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tnp.dispatch.registry import block_of, catalog, is_automatic
 from tnp.dispatch.spec import Call, Operator, Problem
-from tnp.gates import gates_for, gates_of, gates_of_training
+from tnp.gates import gates_for, gates_of
 from tnp.model.variants import Variant, most_storage, named_specs, with_storage
 from workflow import problems
 from workflow.faults import Fault, Place, listed, not_among
@@ -81,10 +81,7 @@ def faults_of_use(use: Use, config: Config, gates: list[str]) -> Iterator[Fault]
             reason = None if problem is None else refusal(operator, name, problem, use.trains)
             if reason is not None:
                 yield Fault(use.model_place, f"{operator.name} {reason}")
-            needed = gates_of(operator.name, name)
-            if use.trains:
-                needed += gates_of_training(operator.name, name)
-            missing = [gate for gate in needed if gate not in gates]
+            missing = [gate for gate in gates_of(operator.name, name) if gate not in gates]
             if missing:
                 what = f"gates must name {listed(missing)}, which it waits for"
                 yield Fault(use.place, f"{operator.name} {name!r} cannot be used: {what}")

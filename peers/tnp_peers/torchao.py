@@ -3,31 +3,37 @@
 Its recipe is `rowwise_with_gw_hp`. The products that give y and dx are in e4m3. Their left operand
 has a scale for each row. The weight has one for each row forward, and a single one backward.
 Gradients of weights are products in 16 bits.
+
+Models that name it should be compiled, as its documentation recommends: that fuses the casts.
 """
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
-from tnp.dispatch.spec import Call, Case, Implementation, Reason, Work, on_cuda
-from tnp.ops import mlp as declared
+from tnp.dispatch.spec import Call, Implementation, Operator, Reason, on_cuda
+from tnp.ops import mixture_heads as of_heads
+from tnp.ops import mlp as of_mlp
+from tnp.ops import projection as of_rows
 from tnp.ops.mlp import eight_bit
 from tnp_peers.support import both
 
 RECIPE = "rowwise_with_gw_hp"
-MULTIPLE = 16  # PyTorch's products in 8 bits need multiples of this for D and F
+MULTIPLE = 16  # PyTorch's products in 8 bits need multiples of this for the widths
 
 
 @cache
 def _layer() -> torch.nn.Module:
     """Returns torchao's form of a linear layer without bias. Only its configuration is used."""
-    from torchao.float8 import Float8LinearConfig
-    from torchao.float8.float8_linear import Float8Linear
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(RECIPE)
     with torch.device("meta"):
-        return Float8Linear.from_float(torch.nn.Linear(1, 1, bias=False), config=config)
+        plain = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False))
+    return convert_to_float8_training(plain, config=config)[0]
 
 
 @torch.compiler.assume_constant_result
@@ -35,36 +41,71 @@ def _configuration() -> tuple:
     return _layer().linear_mm_config, _layer().config
 
 
-def _linear(x: Tensor, weight: Tensor) -> Tensor:
+def linear(x: Tensor, weight: Tensor) -> Tensor:
     """Computes Float8Linear's forward pass, with the weight cast to x's dtype first."""
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
     return matmul_with_hp_or_float8_args.apply(x, weight.to(x.dtype).t(), *_configuration())
 
 
+def project_qkv(
+    x: Tensor,
+    weight: Tensor,
+    n_keys: None,
+    n_heads: int,
+    n_q: int | None = None,
+    n_k: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns q of the last n_q rows, and k and v of the first n_k: [B, n_heads, rows, D] each."""
+    n_rows, d_model = x.shape[1:]
+    n_q, n_k = n_rows if n_q is None else n_q, n_rows if n_k is None else n_k
+    if n_q == n_rows and n_k == n_rows:
+        parts = linear(x, weight).chunk(3, -1)
+    else:
+        q = linear(x[:, n_rows - n_q :], weight[:d_model])
+        parts = q, *linear(x[:, :n_k], weight[d_model:]).chunk(2, -1)
+    return tuple(y.unflatten(-1, (n_heads, -1)).transpose(1, 2) for y in parts)
+
+
 def mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """Returns silu(x upᵀ) downᵀ."""
-    return _linear(torch.nn.functional.silu(_linear(x, up)), down)
+    return linear(silu(linear(x, up)), down)
 
 
-def _multiples(call: Call) -> Reason:
-    for name in ("d_model", "d_ff"):
-        if call.problem[name] % MULTIPLE:
-            return f"it takes multiples of {MULTIPLE} for {name}, not {call.problem[name]}"
-    return None
+def mixture_heads(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Returns silu(x up_kᵀ) down_kᵀ of every head. Its second layer, with 3 outputs, is in x's
+    dtype.
+    """
+    hidden = silu(linear(x, up.flatten(0, 1))).unflatten(-1, up.shape[:2])
+    return torch.einsum("...kf,kof->...ko", hidden, down.to(x.dtype))
 
 
-def _work(case: Case, pass_: str) -> Work:
-    return eight_bit.work(declared.work(case, pass_), pass_)
+def _multiples(*names: str) -> Callable[[Call], Reason]:
+    """Returns a check that these sizes are multiples of `MULTIPLE`."""
+
+    def supported(call: Call) -> Reason:
+        for name in names:
+            if call.problem[name] % MULTIPLE:
+                return f"it takes multiples of {MULTIPLE} for {name}, not {call.problem[name]}"
+        return None
+
+    return supported
 
 
-MLP = Implementation(
-    "torchao",
-    run=mlp,
-    supported=both(on_cuda(89), _multiples),
-    dtypes=("bfloat16",),
-    precision="e4m3",
-    selectable=False,  # "auto:e4m3" is ours
-    compile="default",  # its documentation recommends it: this fuses the casts
-    work=_work,
-)
+def _of(operator: Operator, run: Callable, *widths: str) -> Implementation:
+    return Implementation(
+        "torchao",
+        run=run,
+        supported=both(on_cuda(89), _multiples(*widths)),
+        dtypes=("bfloat16",),
+        precision="e4m3",
+        selectable=False,  # "auto:e4m3" is ours
+        compile="default",
+        work=lambda case, pass_: eight_bit.work(operator.work(case, pass_), pass_),
+    )
+
+
+LINEAR = _of(of_rows.LINEAR, linear, "n_in", "n_out")
+PROJECT_QKV = _of(of_rows.PROJECT_QKV, project_qkv, "d_model")
+MLP = _of(of_mlp.OPERATOR, mlp, "d_model", "d_ff")
+MIXTURE_HEADS = _of(of_heads.OPERATOR, mixture_heads, "d_model", "d_ff")

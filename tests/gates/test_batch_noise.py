@@ -38,10 +38,9 @@ def test_coarse_weights_are_seen():
     assert max(batch_noise.ratios(model, coarse, BATCHES).values()) > batch_noise.BOUND
 
 
-def test_a_step_with_gradients_in_8_bits_waits_for_it():
-    assert "batch_noise" in gates_for({"mlp": "e4m3"})
-    assert "batch_noise" not in gates_for({"mlp": "fused"})
-    assert "batch_noise" not in gates_for({"attention": "e4m3"})  # forward only
+def test_no_step_waits_for_it():
+    fp8 = {"attention": "e4m3", "mlp": "e4m3"}
+    assert gates_for(fp8) == ["baseline", "op--attention--e4m3", "op--mlp--e4m3"]
 
 
 def test_a_red_check_stops_what_it_names_alone():

@@ -159,12 +159,12 @@ def test_what_is_ours_needs_a_gate_of_its_own(section, value, place):
         assert f"cannot be used: gates must name {gate}" in str(error.value)
 
 
-def test_what_trains_in_8_bits_needs_the_gate_of_its_gradients():
+def test_what_trains_in_8_bits_needs_the_gates_of_its_operators_alone():
     config = changed(TINY, "variants.eight", {"attention": "sdpa_flash", "mlp": "e4m3"})
     config["steps"] = {"eight": config["steps"]["cpu"] | {"variants": ["eight"]}}
-    validate(config)
-    fewer = config | {"gates": [name for name in EVERY if name != "batch_noise"]}
-    refused(fewer, "mlp 'e4m3' cannot be used: gates must name batch_noise")
+    validate(config | {"gates": [name for name in EVERY if name != "batch_noise"]})
+    fewer = config | {"gates": [name for name in EVERY if name != "op--mlp--e4m3"]}
+    refused(fewer, "mlp 'e4m3' cannot be used: gates must name op--mlp--e4m3")
 
 
 def test_what_is_forward_only_may_be_timed_and_trains_nothing():

@@ -42,7 +42,7 @@ NOT_FINISHED = ("killed", "timeout")  # such a gate continues in the next run, a
 GATES = {
     "baseline": Gate(1),
     "centred": Gate(3),
-    "batch_noise": Gate(5, ours=True),
+    "batch_noise": Gate(5, ours=True),  # a measure: nothing waits for it
     "skip_unread": Gate(6, ours=True),
     "checkpointing": Gate(9),
     "cuda_graphs": Gate(10),
@@ -87,13 +87,6 @@ def gates_of(op: str, name: str) -> list[str]:
     return [generic_gate(op, one.name) for one in listed if one.provider == OWN]
 
 
-def gates_of_training(op: str, name: str) -> list[str]:
-    """Returns the additional gates of training, if gradients are narrower than the problem."""
-    own = [catalog().listed(op, one).own for one in catalog().candidates(op, name)]
-    narrow = any(one and one.precision and one.differentiable for one in own)
-    return ["batch_noise"] * narrow
-
-
 def gates_for(
     implementations: Mapping[str, str],
     checkpoint: bool = False,
@@ -108,7 +101,7 @@ def gates_for(
     gates = ["baseline"]
     for family, name in implementations.items():
         for operator in catalog().family(family):
-            gates += gates_of(operator.name, name) + gates_of_training(operator.name, name)
+            gates += gates_of(operator.name, name)
     for op, name in block_of(implementations).items() if skip_unread else ():
         gates += gates_of(op, name)
     switches = {

@@ -9,9 +9,12 @@ Parameters are float32 in every variant, and are cast to `compute_dtype` for eve
 resolves 4e-3 of a weight. It would lose most of AdamW's updates, which are about 1e-4 of it.
 """
 
+from dataclasses import asdict
+
 import torch
 from torch import nn
 
+from tnp.dispatch import devices
 from tnp.dispatch.autocast import without_autocast
 from tnp.model.buffer_rows import BufferedRows
 from tnp.model.config import TNPConfig
@@ -22,6 +25,8 @@ from tnp.model.variants import Variant
 from tnp.tasks.normalization import Normalization
 from tnp.tasks.task import Context, Task, require_points, without_padding
 from tnp.tasks.units import Units, in_units
+
+NEWEST = 90  # the compute capability that kernels are tuned for
 
 
 class Network(nn.Module):
@@ -62,8 +67,14 @@ class Network(nn.Module):
             )
         if config.buffer is not None and variant.refuses_buffer:
             raise ValueError(f"variant {variant.name!r} {variant.refuses_buffer}")
+        # The model may still be moved to a GPU, so this asks for one that all kernels are made for.
+        newest = devices.of_capability(NEWEST)
+        refused = _refusal(variant, config, compute_dtype or torch.bfloat16, newest)
+        if refused is not None:
+            raise ValueError(refused)
         self.config = config
         self.variant = variant
+        self._in_8_bits = bool(variant.in_8_bits)
         self.asked_dtype = compute_dtype
         self.checkpoint = checkpoint
         self.normalization = normalization
@@ -162,11 +173,24 @@ class Network(nn.Module):
 
         Raises ValueError if they are no context for this model's d_x and d_y.
         """
+        if self._in_8_bits and not torch.compiler.is_compiling():
+            self.require_device()
         self.check_context(x, y, lengths)
         return (
             without_padding(self.in_units("x", x), lengths),
             without_padding(self.in_units("y", y), lengths),
         )
+
+    def require_device(self, trains: bool = False) -> None:
+        """Raises RuntimeError if an operator in 8 bits cannot run on the device of the parameters.
+
+        Args:
+            trains: whether gradients are requested.
+        """
+        target = devices.of_device(self.embed.input.device)
+        refused = _refusal(self.variant, self.config, self.compute_dtype, target, trains)
+        if refused is not None:
+            raise RuntimeError(refused)
 
     def check_context(self, x: torch.Tensor, y: torch.Tensor, lengths: torch.Tensor | None) -> None:
         """Raises ValueError if they are no context for this model's d_x and d_y."""
@@ -186,6 +210,16 @@ class Network(nn.Module):
     def units(self) -> Units:
         """Converts values from the user's units to the model's."""
         return Units(self.normalization, self.compute_dtype)
+
+
+def _refusal(
+    variant: Variant,
+    config: TNPConfig,
+    dtype: torch.dtype,
+    target: devices.Target,
+    trains: bool = False,
+) -> str | None:
+    return variant.refuses(asdict(config), str(dtype).removeprefix("torch."), target, trains)
 
 
 def _move_units(model: Network, _keys: object) -> None:

@@ -5,12 +5,14 @@ Checkpointing and CUDA graphs are no part of a variant: they are switches for ev
 
 import tomllib
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 
+from tnp.dispatch.devices import Target
 from tnp.dispatch.registry import AUTO, LAYERS, block_of, catalog, is_automatic
-from tnp.dispatch.spec import OWN
+from tnp.dispatch.spec import OWN, Call, Implementation, Operator
 from tnp.util.checks import require_count
 
 FOR_BENCHMARKS = "it is for benchmarks: choose 'torch' and run the model through torch.compile"
@@ -116,11 +118,12 @@ class Variant:
     def base2(self) -> bool:
         """Returns True where the projection of queries includes the factor of attention's scores.
 
-        It is False for PyTorch's projection: that variant is code that a user of PyTorch would
-        write. It is also False where the implementation of attention does not take it.
+        It is False where the projection is not ours: that variant is code that a user of PyTorch
+        would write. It is also False where the implementation of attention does not take it.
         """
-        if self.projection == "torch" or is_automatic(self.attention):
-            return self.projection != "torch"
+        of_ours = catalog().role("project_qkv", self.projection) == OWN
+        if not of_ours or is_automatic(self.attention):
+            return of_ours
         own = catalog().listed("attention", self.attention).own
         return own is None or "base2" in own.options
 
@@ -179,7 +182,49 @@ class Variant:
                 "has centred_keys: a mean of a sample's keys would change with every point of the "
                 "buffer"
             )
+        if not is_automatic(self.attention):
+            own = catalog().listed("attention", self.attention).own
+            if own is not None and "causal" not in own.options:
+                return f"has attention {self.attention!r}: rows of a buffer need one that is causal"
         return "packs rows: a model with a buffer does not" if self.pack else None
+
+    @property
+    def in_8_bits(self) -> tuple[tuple[Operator, Implementation], ...]:
+        """Returns our operators whose products are in 8 bits, with their implementations."""
+        return tuple(
+            (operator, own)
+            for family, name in self.implementations().items()
+            if not is_automatic(name)
+            for operator in catalog().family(family)
+            if (own := catalog().listed(operator.name, name).own) is not None and own.precision
+        )
+
+    def refuses(
+        self, sizes: Mapping[str, int], dtype: str, target: Target, trains: bool = False
+    ) -> str | None:
+        """Returns why an operator in 8 bits cannot run a model, in a sentence, or None.
+
+        It asks for one row, so that limits of the number of rows remain the operator's.
+
+        Args:
+            sizes: the fields of the model's `TNPConfig`.
+            dtype: the model's compute_dtype, such as "bfloat16".
+            target: the device.
+            trains: whether gradients are requested.
+        """
+        run = {"batch": 1, "n_context": 1, "n_target": 1, "dtype": dtype}
+        model = {**sizes, "d_ff_storage": self.storage(sizes["d_ff"])}
+        for operator, own in self.in_8_bits:
+            wanted = operator.differentiated if trains else ()
+            call = Call(operator.within(model, run), target, wanted)
+            # The device comes first: on a CPU the dtype is float32 because of the device.
+            reason = own.supported(call) or own.refuses(call)
+            if reason is not None:
+                return (
+                    f"variant {self.name!r} cannot run {operator.name} in {own.precision} here: "
+                    f"{reason}: choose variant 'auto', which runs anywhere"
+                )
+        return None
 
     @classmethod
     def from_spec(cls, name: str, spec: dict) -> "Variant":

@@ -79,6 +79,7 @@ class TrainingStep:
         buckets: Buckets | None = None,
     ) -> None:
         _check_model(model)
+        model.require_device(trains=True)
         self.model, self.update, self.buckets = model, update, buckets
         device = next(model.parameters()).device
         if cuda_graph and device.type != "cuda":

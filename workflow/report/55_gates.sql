@@ -1,8 +1,8 @@
 -- topic: evidence
 -- # Gates
 -- A gate is a set of checks that a kernel must pass before its times are valid. The table shows the
--- worst check as a share of its bound, and values up to 1 pass. `batch_noise` asks whether a step
--- may train in 8 bits; while it is red, no variant does.
+-- worst check as a share of its bound, and values up to 1 pass. `batch_noise` measures how far 8
+-- bits change a step's gradients. Nothing waits for it.
 select
     device,
     gate,

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 # The smallest exponent of a row's scale, which zeros have. Rows of a gradient may be tiny. If the
 # largest element is below 448 · 2^−100, bits are lost, and products of scales below 2^−149 vanish.
 LEAST = -100
+# Rows of an activation that share a scale.
+BLOCK = 128
 
 
 def nearest(x: Tensor) -> Tensor:
@@ -45,3 +47,17 @@ def in_units(x: Tensor, e: Tensor) -> Tensor:
 def scaled(x: Tensor, dims: tuple[int, ...], least: int) -> Tensor:
     """Returns float32 x rounded to e4m3 with one power of two as scale over `dims`, in float64."""
     return in_units(x, exponents(x.abs().amax(dims, keepdim=True), least))
+
+
+def blocks(x: Tensor) -> Tensor:
+    """Returns float32 x [T, C], rounded with a scale for each `BLOCK` rows, in float64."""
+    return in_units(x, exponents(over_blocks(x.abs().amax(1, keepdim=True)), LEAST))
+
+
+def over_blocks(largest: Tensor) -> Tensor:
+    """Returns, for each row of `largest` [T, 1], the largest number of its block."""
+    from torch.nn.functional import pad
+
+    n = len(largest)
+    padded = pad(largest, (0, 0, 0, -n % BLOCK)).unflatten(0, (-1, BLOCK))
+    return padded.amax(1, keepdim=True).expand_as(padded).flatten(0, 1)[:n]

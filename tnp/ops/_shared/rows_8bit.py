@@ -7,10 +7,8 @@ A scale is the smallest power of two with which the row's largest element is at 
 largest number of e4m3. A row with an infinity becomes NaN, because its scale would hide it. NaN
 stays NaN.
 
-Elements of a product x wᵀ are at most ‖x_t‖ · max_f ‖w_f‖ (Cauchy–Schwarz), which is known before
-the product. So w is quantized first, and saves the largest norm of its rows. When x is quantized,
-that norm gives the scales of the product's rows, which can be rounded at once. The bound is some
-powers of two too high. In a floating-point format, this loses only the smallest numbers.
+It is for weights. `bound` gives the largest norm of a row, from which `blocks_8bit` knows how large
+a product can be.
 """
 
 from collections.abc import Callable
@@ -37,9 +35,7 @@ class InRows(NamedTuple):
 
     x: Tensor  # [R, C] e4m3, contiguous
     scale: Tensor  # [R] float32
-    # It is float32. Without given norms it holds the largest row norm of each program's rows. With
-    # norms it holds the scales of the product's rows, [R].
-    bound: Tensor
+    bound: Tensor  # float32, the largest row norm of each program's rows
 
 
 @triton.jit
@@ -52,10 +48,9 @@ def _load(x_ptr, rows, columns, n_rows, n_columns, stride_row, stride_column):
 
 @triton.jit(do_not_specialize=["n_rows", "n_out_rows"])
 def _quantize_rows_kernel(
-    x_ptr, x8_ptr, scale_ptr, bound_ptr, norms_ptr,
-    n_rows, n_columns, n_out_rows, n_out_columns, stride_row, stride_column, n_norms, factor,
-    WHOLE: tl.constexpr, HAS_NORMS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    x_ptr, x8_ptr, scale_ptr, bound_ptr,
+    n_rows, n_columns, n_out_rows, n_out_columns, stride_row, stride_column,
+    WHOLE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Quantizes BLOCK_R rows a program. WHOLE: rows have at most BLOCK_C columns."""
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -87,14 +82,7 @@ def _quantize_rows_kernel(
             inside = mask & (at < n_out_columns)[None, :]
             tl.store(x8_ptrs + at[None, :], cast(x, x8_ptr.dtype.element_ty), mask=inside)
     tl.store(scale_ptr + rows, power(e), mask=rows < n_out_rows)
-    norm = tl.sqrt(squares) * power(e)
-    if HAS_NORMS:
-        offs_n = tl.arange(0, BLOCK_N)
-        of_others = tl.max(tl.load(norms_ptr + offs_n, mask=offs_n < n_norms, other=0.0), 0)
-        bound = power(exponent(norm * (of_others * factor), _LEAST))
-        tl.store(bound_ptr + rows, bound, mask=rows < n_out_rows)
-    else:
-        tl.store(bound_ptr + tl.program_id(0), tl.max(norm, 0))
+    tl.store(bound_ptr + tl.program_id(0), tl.max(tl.sqrt(squares) * power(e), 0))
 
 
 def rows_quantizer(
@@ -102,19 +90,14 @@ def rows_quantizer(
     shape: tuple[int, int],
     strides: tuple[int, int],
     padded: tuple[int, int] | None = None,
-    norms: int = 0,
-) -> Callable[..., InRows]:
+) -> Callable[[Tensor], InRows]:
     """Returns a function that quantizes tensors with the strides of x.
-
-    Call it with the tensor. If there are norms, also pass the `bound` of the other matrix, and the
-    factor by which results may exceed the product's elements.
 
     Args:
         x: a tensor of any float dtype.
         shape: the matrix's shape, from the tensor's first element on.
         strides: the matrix's strides.
         padded: the shape after padding with zeros; None: no padding.
-        norms: how many norms of another matrix are given.
     """
     n_rows, n_columns = shape
     out_rows, out_columns = padded or shape
@@ -122,18 +105,15 @@ def rows_quantizer(
     n_programs = triton.cdiv(out_rows, block_r)
     kernel = Bound(
         _quantize_rows_kernel, (n_programs,),
-        n_rows, n_columns, out_rows, out_columns, *strides, norms,
-        WHOLE=out_columns <= block_c, HAS_NORMS=norms > 0,
-        BLOCK_N=triton.next_power_of_2(max(norms, 1)),
-        BLOCK_R=block_r, BLOCK_C=block_c, num_warps=NUM_WARPS,
+        n_rows, n_columns, out_rows, out_columns, *strides,
+        WHOLE=out_columns <= block_c, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=NUM_WARPS,
     )  # fmt: skip
-    n_bounds = out_rows if norms else n_programs
 
-    def quantize(x: Tensor, others: Tensor | None = None, factor: float = 1.0) -> InRows:
+    def quantize(x: Tensor) -> InRows:
         x8 = x.new_empty((out_rows, out_columns), dtype=E4M3)
         scale = x.new_empty(out_rows, dtype=torch.float32)
-        bound = x.new_empty(n_bounds, dtype=torch.float32)
-        kernel(x, x8, scale, bound, scale if others is None else others, factor)
+        bound = x.new_empty(n_programs, dtype=torch.float32)
+        kernel(x, x8, scale, bound)
         return InRows(x8, scale, bound)
 
     return quantize
@@ -151,20 +131,23 @@ def _block(n_columns: int) -> tuple[int, int]:
     return max(ELEMENTS // block_c, 1), block_c
 
 
-def row_product(like: Tensor) -> Callable[[Tensor, Tensor, InRows], Tensor]:
+def row_product(like: Tensor) -> Callable[..., Tensor]:
     """Returns a function that multiplies 8-bit rows [T, C], with their scales [T], by wᵀ, where w
-    is [N, C]. The result is [T, N] in bfloat16, or in the dtype of `like` if that is not on CUDA.
+    is [N, C]. The result is [T, N], in `out` if given, in bfloat16, or in the dtype of `like` if
+    that is not on CUDA.
     """
 
-    def product(x8: Tensor, scale: Tensor, w: InRows) -> Tensor:
+    def product(x8: Tensor, scale: Tensor, w: InRows, out: Tensor | None = None) -> Tensor:
         # The tensor cores' own sums keep about 13 bits. `use_fast_accum` would use them for the
         # whole sum.
         return torch._scaled_mm(
             x8, w.x.t(), scale_a=scale.view(-1, 1), scale_b=w.scale.view(1, -1),
-            out_dtype=torch.bfloat16, use_fast_accum=False,
+            out_dtype=torch.bfloat16, use_fast_accum=False, out=out,
         )  # fmt: skip
 
-    def widened(x8: Tensor, scale: Tensor, w: InRows) -> Tensor:
-        return ((x8.float() * scale[:, None]) @ (w.x.float() * w.scale[:, None]).T).to(like.dtype)
+    def widened(x8: Tensor, scale: Tensor, w: InRows, out: Tensor | None = None) -> Tensor:
+        x, w = x8.float() * scale[:, None], w.x.float() * w.scale[:, None]
+        y = (x @ w.T).to(like.dtype)
+        return y if out is None else out.copy_(y)
 
     return product if like.is_cuda else widened

@@ -165,12 +165,8 @@ def _in_8_bits(call):
     """Returns why `e4m3` cannot serve a call, or None. It needs tensor cores for e4m3."""
     if (reason := triton_from(89)(call)) is not None:
         return reason
-    d, rows = call.problem["d_model"], call.problem["rows"]
-    if d % E4M3_MULTIPLE:
-        return f"D is {d}: it takes multiples of {E4M3_MULTIPLE}"
-    if call.wanted and rows > SAVED_ROWS:
-        return f"it gives gradients of up to {SAVED_ROWS:,} rows, not {rows:,}"
-    return None
+    d = call.problem["d_model"]
+    return f"D is {d}: it takes multiples of {E4M3_MULTIPLE}" if d % E4M3_MULTIPLE else None
 
 
 def _no_activation(x, up, down):
@@ -198,7 +194,8 @@ def _without_scales(x, up, down):
 
 
 def _work_in_8_bits(case, pass_):
-    return eight_bit.work(work(case, pass_), pass_)
+    least = work(case, pass_)
+    return Work({"e4m3": sum(least.flops.values())}, least.read, least.written)
 
 
 _FUSED = by_triton(
@@ -227,8 +224,8 @@ OPERATOR = Operator(
             "e4m3",
             "mlp_8bit",
             "tnp.ops.mlp.composed_8bit",
-            forward=("FORWARD_SLOPE", "FORWARD_Z"),
-            backward=("BACKWARD_SLOPE", "BACKWARD_Z"),
+            forward=("FORWARD_SLOPE", "FORWARD_Z", "FORWARD_HOPPER_AGAIN", "FORWARD_AGAIN"),
+            backward=("BACKWARD_SLOPE", "BACKWARD_Z", "BACKWARD_HOPPER_AGAIN", "BACKWARD_AGAIN"),
             supported=_in_8_bits,
             dtypes=("bfloat16",),
             precision="e4m3",
@@ -258,8 +255,8 @@ def mlp(x: Tensor, up: Tensor, down: Tensor, *, implementation: str = "torch") -
     Args:
         x: [..., D], bfloat16, float16 or float32 (`torch`: float64 too).
         up, down: [F, D] and [D, F], any float dtype, usually float32 parameters. `single` takes D
-            that is a power of two from 16 to 512. `e4m3` takes bfloat16, D that is a multiple of
-            16, and gives gradients for up to 65,536 rows.
+            that is a power of two from 16 to 512. `e4m3` takes bfloat16 and D that is a
+            multiple of 16.
         implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:

@@ -1,111 +1,215 @@
-"""Computes the feed-forward layer with products of rows in 8 bits (e4m3), in both passes.
+"""Computes the feed-forward layer with all products in 8 bits (e4m3), in both passes.
 
     forward     z = x upᵀ         h = silu(z)                   y = h downᵀ
     backward    dz = (dy down) ∘ silu'(z)                       dx = dz up
                 dup = dzᵀ x       ddown = dyᵀ h
 
-It differs from `composed` in the first two products of each pass, whose operands are e4m3. Each row
-of the left operand, and of the transposed right one, has a power of two as its scale
-(`tnp.ops._shared.rows_8bit`). Weights are quantized anew in each pass, because the summed dimension
-differs, and so do the rows. The first product writes its result in 8 bits for the second, which is
-PyTorch's own.
+Weights have a scale for each row of the operand (`tnp.ops._shared.rows_8bit`). They are quantized
+anew in each pass, because the summed dimension differs, and so do the rows. Activations and
+gradients have one for 128 rows (`tnp.ops._shared.blocks_8bit`). The first product of a pass writes
+its result in 8 bits alone: as rows for the next product, which is PyTorch's own, and as panels for
+the gradient of a weight.
 
-Gradients of the weights are sums over rows, whose scales differ. Their products stay in 16 bits, as
-in torchao's recipe `rowwise_with_gw_hp`.
+Up to `SAVED_ROWS` rows the forward pass saves panels of x and h, and z or its slope ("slope", "z").
+With more rows it saves nothing ("again"). The backward pass then computes z again, in chunks.
 """
 
 from functools import partial
 from types import ModuleType
 
-from tnp.dispatch.spec import Call, Kernel, anywhere
-from tnp.ops._shared import hopper_silu_8bit, triton_silu_8bit
+import torch
+from torch import Tensor
+
+from tnp.dispatch.spec import Call, Kernel, Reason, Support, anywhere
+from tnp.ops._shared import (
+    gradient_8bit,
+    hopper_gradient_8bit,
+    hopper_silu_8bit,
+    triton_silu_8bit,
+)
+from tnp.ops._shared.blocks_8bit import Blocks, blocks_quantizer, panels_shape
 from tnp.ops._shared.operands import hidden_width, of_down, of_up, rows_of
-from tnp.ops._shared.rows_8bit import n_norms, row_product, rows_quantizer
-from tnp.ops._shared.weight_gradient import product, transposed
-from tnp.ops.mlp.composed import NAMES, empty_backward, hopper_refuses
+from tnp.ops._shared.rows_8bit import E4M3, InRows, n_norms, row_product, rows_quantizer
+from tnp.ops.mlp import SAVED_ROWS
+from tnp.ops.mlp.composed import CHUNK_ROWS, NAMES, empty_backward, hopper_refuses
 from tnp.ops.mlp.eight_bit import DZ_FACTOR, H_FACTOR
+
+GRADIENTS = {hopper_silu_8bit: hopper_gradient_8bit, triton_silu_8bit: gradient_8bit}
+
+
+def _chunks(n_rows: int, again: bool) -> list[tuple[int, int]]:
+    """Returns (first row, number of rows) of each chunk."""
+    step = CHUNK_ROWS if again else n_rows
+    return [(start, min(step, n_rows - start)) for start in range(0, n_rows, step)]
+
+
+# ------------------------------------------------------------------------------- forward
 
 
 def empty(wanted, inputs, *, products: ModuleType):
     x, up, _down = inputs
-    shape = x.numel() // x.shape[-1], hidden_width(up.shape[0])
-    saved = (x.new_empty(shape), products.new_saved(x, shape, x.dtype)) if wanted else ()
-    return (x.new_empty(x.shape),), saved
+    n, d, width = x.numel() // x.shape[-1], x.shape[-1], hidden_width(up.shape[0])
+    saved = (
+        x.new_empty(panels_shape(n, d), dtype=E4M3), x.new_empty(n, dtype=torch.float32),
+        x.new_empty(panels_shape(n, width), dtype=E4M3), x.new_empty(n, dtype=torch.float32),
+        products.new_saved(x, (n, width), x.dtype),
+    )  # fmt: skip
+    return (x.new_empty(x.shape),), saved if wanted else ()
 
 
-def prepare(call: Call, config, inputs, *, products: ModuleType):
-    """Prepares the forward pass. It saves h, and z or its slope, if a gradient is wanted."""
+def empty_again(wanted, inputs):
+    return (inputs[0].new_empty(inputs[0].shape),), ()
+
+
+class Hidden:
+    """Computes the hidden layer of n rows.
+
+    Args:
+        call: the layer's.
+        x, up: tensors of its layout.
+        n: rows of a call.
+        products: the module of the products.
+        rows: whether rows of h are returned.
+        save: whether panels of x and h, and z or its slope, are returned.
+    """
+
+    def __init__(
+        self, call: Call, x: Tensor, up: Tensor, n: int, products: ModuleType, rows: bool,
+        save: bool,
+    ) -> None:  # fmt: skip
+        d, width = x.shape[-1], hidden_width(up.shape[0])
+        stride = rows_of(x).stride
+        self.quantize = blocks_quantizer((n, d), stride, n_norms((width, d)), panels=save)
+        self.silu = products.matmul_silu(call.target, (n, width), d, rows, save)
+
+    def __call__(self, x: Tensor, up: InRows) -> tuple[Blocks, Blocks, Tensor | None]:
+        """Returns x and h in 8 bits, and z or its slope. x may have any shape."""
+        x8 = self.quantize(x, up, H_FACTOR)
+        h8, panels, saved = self.silu(x8, up)
+        return x8, Blocks(h8, x8.bound, panels, x8.bound), saved
+
+
+def prepare(call: Call, config, inputs, *, products: ModuleType, again: bool = False):
+    """Prepares the forward pass, over chunks of rows if `again`."""
     x, up, down = inputs
-    shape, flat, dtype = x.shape, x.dim() == 2, x.dtype
-    rows, width, d = rows_of(x), hidden_width(up.shape[0]), x.shape[-1]
-    save = bool(call.wanted)
+    shape, rows = x.shape, rows_of(x)
+    width, d = hidden_width(up.shape[0]), x.shape[-1]
+    save = bool(call.wanted) and not again
     of_up = rows_quantizer(up, up.shape, up.stride(), (width, d))
     of_down = rows_quantizer(down, down.shape, down.stride(), (d, width))
-    of_x = rows_quantizer(x, (rows.n, d), (rows.stride, 1), norms=n_norms((width, d)))
-    silu = products.matmul_silu(call.target, (rows.n, width), d, dtype, save)
-    times, read = row_product(x), rows.pointed
+    chunks = _chunks(rows.n, again)
+    hidden = [Hidden(call, x, up, n, products, True, save) for _, n in chunks]
+    times = row_product(x)
 
     def launch(inputs, scalars):
         x, up, down = inputs
         up8, down8 = of_up(up), of_down(down)
-        x8 = of_x(read(x), up8.bound, H_FACTOR)
-        h8, h, saved = silu(x8, up8)
-        y = times(h8, x8.bound, down8)
-        return (y if flat else y.view(shape),), (h, saved) if save else ()
+        x = rows.matrix(x)
+        if len(chunks) > 1:
+            y = x.new_empty(rows.n, d)
+            for (start, n), layer in zip(chunks, hidden, strict=True):
+                _, h8, _ = layer(x.narrow(0, start, n), up8)
+                times(h8.rows, h8.scale, down8, out=y.narrow(0, start, n))
+            return (y.view(shape),), ()
+        x8, h8, saved = hidden[0](x, up8)
+        y = times(h8.rows, h8.scale, down8).view(shape)
+        return (y,), (x8.panels, x8.scale, h8.panels, h8.scale, saved) if save else ()
 
     return launch
 
 
-def prepare_backward(call: Call, config, inputs, *, products: ModuleType):
-    """Prepares the backward pass, which computes only the wanted gradients."""
+# ------------------------------------------------------------------------------ backward
+
+
+def prepare_backward(call: Call, config, inputs, *, products: ModuleType, again: bool = False):
+    """Prepares the backward pass, which computes only the wanted gradients.
+
+    `again`: it computes the hidden layer again, in chunks of rows.
+    """
     (dy,), (x, up, down), _saved = inputs
-    shape, flat, dtype = x.shape, x.dim() == 2, x.dtype
-    width, d = hidden_width(up.shape[0]), x.shape[-1]
+    shape, width, d = x.shape, hidden_width(up.shape[0]), x.shape[-1]
     dy_rows, x_rows = rows_of(dy, contiguous=True), rows_of(x)
-    n = x_rows.n
     dx_wanted, dup_wanted, ddown_wanted = (name in call.wanted for name in NAMES)
-    dz_wanted = dx_wanted or dup_wanted
     up_t, down_t = up.t(), down.t()
+    of_up_rows = rows_quantizer(up, up.shape, up.stride(), (width, d))
     of_down_t = rows_quantizer(down, down_t.shape, down_t.stride(), (width, d))
     of_up_t = rows_quantizer(up, up_t.shape, up_t.stride(), (d, width))
-    of_dy = rows_quantizer(dy, (n, d), (dy_rows.stride, 1), norms=n_norms((width, d)))
-    dsilu = products.matmul_dsilu(call.target, (n, width), d, dtype, dup_wanted, dx_wanted)
-    times, gradient, dy_t = row_product(x), product(x), transposed(n, d)
-    as_up, as_down = of_up(up), of_down(down)
-    read_dy, read_x = dy_rows.pointed, x_rows.matrix
+    chunks = _chunks(x_rows.n, again)
+    gradient = GRADIENTS[products].gradient
+    of_dy, hidden, dsilu, of_weights = [], [], [], []
+    for _, n in chunks:
+        if again:
+            hidden.append(Hidden(call, x, up, n, products, False, True))
+        of_dy.append(blocks_quantizer((n, d), d, n_norms((width, d)), panels=ddown_wanted))
+        dsilu.append(products.matmul_dsilu(call.target, (n, width), d, dx_wanted, dup_wanted))
+        of_weights.append((gradient(call.target, n, width, d), gradient(call.target, n, d, width)))
+    times, as_up, as_down = row_product(x), of_up(up), of_down(down)
 
     def launch(inputs, scalars):
-        (dy,), (x, up, down), (h, saved) = inputs
-        dy, dx, dup, ddown = read_dy(dy), None, None, None
-        if dz_wanted:
-            down8 = of_down_t(down)
-            dy8 = of_dy(dy, down8.bound, DZ_FACTOR)
-            dz8, dz = dsilu(dy8, down8, saved)
+        (dy,), (x, up, down), saved = inputs
+        dy, dx, dup, ddown = dy_rows.matrix(dy), None, None, None
+        down8 = of_down_t(down)
+        if again:
+            x, up8 = x_rows.matrix(x), of_up_rows(up)
         if dx_wanted:
-            dx = times(dz8, dy8.bound, of_up_t(up))
-            dx = dx if flat else dx.view(shape)
-        if dup_wanted:
-            dup = as_up(gradient(dz.t(), read_x(x)))
-        if ddown_wanted:
-            ddown = as_down(gradient(dy_t(dy), h))
-        return dx, dup, ddown
+            dx, up8_t = dy.new_empty(dy.shape), of_up_t(up)
+        for i, (start, n) in enumerate(chunks):
+            if again:
+                x8, h8, slope = hidden[i](x.narrow(0, start, n), up8)
+            else:
+                x_panels, x_scale, h_panels, h_scale, slope = saved
+                x8 = Blocks(None, x_scale, x_panels, x_scale)
+                h8 = Blocks(None, h_scale, h_panels, h_scale)
+            dy8 = of_dy[i](dy.narrow(0, start, n), down8, DZ_FACTOR)
+            if dx_wanted or dup_wanted:
+                dz8, panels = dsilu[i](dy8, down8, slope)
+                of_dz = Blocks(dz8, dy8.bound, panels, dy8.bound)
+            if dx_wanted:
+                times(dz8, dy8.bound, up8_t, out=dx.narrow(0, start, n))
+            of_up_weight, of_down_weight = of_weights[i]
+            if dup_wanted:
+                dup = _sum(dup, of_up_weight(of_dz, x8))
+            if ddown_wanted:
+                ddown = _sum(ddown, of_down_weight(dy8, h8))
+        return (
+            dx.view(shape) if dx_wanted else None,
+            as_up(dup) if dup_wanted else None,
+            as_down(ddown) if ddown_wanted else None,
+        )
 
     return launch
 
 
-FORWARD_SLOPE = Kernel(
-    "hopper_8bit", partial(empty, products=hopper_silu_8bit),
-    partial(prepare, products=hopper_silu_8bit), hopper_refuses, saves="slope",
-)  # fmt: skip
-FORWARD_Z = Kernel(
-    "triton_8bit", partial(empty, products=triton_silu_8bit),
-    partial(prepare, products=triton_silu_8bit), anywhere, saves="z",
-)  # fmt: skip
-BACKWARD_SLOPE = Kernel(
-    "hopper_8bit", empty_backward,
-    partial(prepare_backward, products=hopper_silu_8bit), hopper_refuses, saves="slope",
-)  # fmt: skip
-BACKWARD_Z = Kernel(
-    "triton_8bit", empty_backward,
-    partial(prepare_backward, products=triton_silu_8bit), anywhere, saves="z",
-)  # fmt: skip
+def _sum(total: Tensor | None, part: Tensor) -> Tensor:
+    return part if total is None else total.add_(part)
+
+
+def _saves(call: Call) -> Reason:
+    rows = call.problem["rows"]
+    return f"of more than {SAVED_ROWS:,} rows nothing is saved" if rows > SAVED_ROWS else None
+
+
+def _hopper_saves(call: Call) -> Reason:
+    return hopper_refuses(call) or _saves(call)
+
+
+def _forward(name: str, saves: str, products: ModuleType, supported: Support) -> Kernel:
+    again = saves == "again"
+    allocate = empty_again if again else partial(empty, products=products)
+    launch = partial(prepare, products=products, again=again)
+    return Kernel(name, allocate, launch, supported, saves=saves)
+
+
+def _backward(name: str, saves: str, products: ModuleType, supported: Support) -> Kernel:
+    launch = partial(prepare_backward, products=products, again=saves == "again")
+    return Kernel(name, empty_backward, launch, supported, saves=saves)
+
+
+FORWARD_SLOPE = _forward("hopper_8bit", "slope", hopper_silu_8bit, _hopper_saves)
+FORWARD_Z = _forward("triton_8bit", "z", triton_silu_8bit, _saves)
+FORWARD_HOPPER_AGAIN = _forward("hopper_8bit_again", "again", hopper_silu_8bit, hopper_refuses)
+FORWARD_AGAIN = _forward("triton_8bit_again", "again", triton_silu_8bit, anywhere)
+BACKWARD_SLOPE = _backward("hopper_8bit", "slope", hopper_silu_8bit, hopper_refuses)
+BACKWARD_Z = _backward("triton_8bit", "z", triton_silu_8bit, anywhere)
+BACKWARD_HOPPER_AGAIN = _backward("hopper_8bit_again", "again", hopper_silu_8bit, hopper_refuses)
+BACKWARD_AGAIN = _backward("triton_8bit_again", "again", triton_silu_8bit, anywhere)

@@ -2,7 +2,7 @@
 
 `composed_8bit` says what is rounded. The same is computed here in PyTorch, for the gate. `held`
 returns the rounded operands of the forward pass in float64. `rounded` returns the results in
-float64, with all roundings to 8 bits, and of h, silu'(z) and dz to 16 bits. Functions import torch
+float64, with all roundings to 8 bits, and of silu'(z) to 16 bits. Functions import torch
 when they run, because planning reads this module without torch.
 """
 
@@ -35,42 +35,38 @@ def work(least: Work, pass_: str) -> Work:
 # -------------------------------------------------------------------------------- the number format
 
 
-def _rows(x: Tensor) -> Tensor:
-    """Returns [R, C], rounded with a scale for each row, in float64."""
-    return e4m3.scaled(x.float(), (-1,), LEAST)
+def _rows(w: Tensor) -> Tensor:
+    """Returns a weight [R, C], rounded with a scale for each row, in float64."""
+    return e4m3.scaled(w.float(), (-1,), LEAST)
 
 
 def _known(product: Tensor, a: Tensor, w: Tensor, factor: float) -> Tensor:
-    """Returns the product [T, N], rounded in units known from rows of a and w."""
-    bound = factor * a.double().norm(dim=1, keepdim=True) * w.double().norm(dim=1).max()
+    """Returns the product [T, N], rounded in units known from the blocks of a and from w."""
+    norms = e4m3.over_blocks(a.double().norm(dim=1, keepdim=True))
+    bound = factor * norms * w.double().norm(dim=1).max()
     return e4m3.in_units(product, e4m3.exponents(bound.float(), LEAST))
 
 
 def held(case: Case, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns x, up and down in float64 as products of the forward pass read them."""
-    return {name: _rows(x) for name, x in inputs.items()}
+    x, up, down = (inputs[name] for name in ("x", "up", "down"))
+    return {"x": e4m3.blocks(x.float()), "up": _rows(up), "down": _rows(down)}
 
 
 def rounded(
     case: Case, inputs: Mapping[str, Tensor], upstream: Callable[[str, Tensor], Tensor]
 ) -> dict[str, Tensor]:
-    """Returns results in float64, with all operands of products of rows rounded to 8 bits."""
+    """Returns results in float64, with all operands of products rounded to 8 bits."""
     import torch
 
     x, up, down = (inputs[name].detach() for name in ("x", "up", "down"))
-
-    def in_16(exact: Tensor) -> Tensor:
-        return exact.to(x.dtype).double()
-
-    z = _rows(x) @ _rows(up).T
+    x8 = e4m3.blocks(x.float())
+    z = x8 @ _rows(up).T
     sigmoid = torch.sigmoid(z)
-    h, slope = z * sigmoid, sigmoid * (1.0 + z * (1.0 - sigmoid))
-    y = _known(h, x, up, H_FACTOR) @ _rows(down).T
+    slope = (sigmoid * (1.0 + z * (1.0 - sigmoid))).to(x.dtype).double()
+    h8 = _known(z * sigmoid, x, up, H_FACTOR)
+    y = h8 @ _rows(down).T
     dy = upstream("y", y.to(x.dtype))
-    dz = _rows(dy) @ _rows(down.T).T * in_16(slope)
-    return {
-        "y": y,
-        "dx": _known(dz, dy, down.T, DZ_FACTOR) @ _rows(up.T).T,
-        "dup": in_16(dz).T @ x.double(),
-        "ddown": dy.double().T @ in_16(h),
-    }
+    dy8 = e4m3.blocks(dy.float())
+    dz8 = _known(dy8 @ _rows(down.T).T * slope, dy, down.T, DZ_FACTOR)
+    return {"y": y, "dx": dz8 @ _rows(up.T).T, "dup": dz8.T @ x8, "ddown": dy8.T @ h8}

@@ -1,0 +1,115 @@
+"""Tests variants in 8 bits: their switches, what they are close to, and what they refuse."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.model.test_transformer_np import make_task
+from tests.refusals import assert_refused
+from tnp.dispatch import devices
+from tnp.dispatch.registry import catalog
+from tnp.model.config import TNPConfig
+from tnp.model.transformer_np import TransformerNP
+from tnp.model.variants import FAMILIES, Variant
+from tnp.train.step import TrainingStep
+
+CONFIG = TNPConfig(d_model=128, n_layers=2, n_heads=2, d_ff=96, n_components=2)
+FP8, PACKED = Variant.named("fp8"), Variant.named("fp8_packed")
+ON_CPU = torch.device("cpu")
+
+
+def build(variant: Variant | str, config: TNPConfig = CONFIG, **options) -> TransformerNP:
+    torch.manual_seed(0)
+    return TransformerNP(config, variant, torch.bfloat16, **options)
+
+
+def test_it_is_ours_in_16_bits_but_for_products_in_8():
+    fused, differing = Variant.named("fused"), {"name", "attention", "mlp", "centred_keys"}
+    assert replace(FP8, **{name: getattr(fused, name) for name in differing}) == fused
+    assert {operator.name for operator, _ in FP8.in_8_bits} == {"attention", "mlp"}
+    assert FP8.base2 and dict(FP8.block)["attention"] == "e4m3"
+    assert (FP8.decode_attention, FP8.buffered_attention) == ("triton", None)
+    assert FP8.rms_norm_linear is None and FP8.role() == "own"
+    assert replace(FP8, name="", pack=True, centred_keys=False) == replace(PACKED, name="")
+    assert not fused.in_8_bits and not Variant.named("auto").in_8_bits
+
+
+def test_auto_never_chooses_8_bits():
+    for family in FAMILIES:
+        for operator in catalog().family(family):
+            for name in catalog().candidates(operator.name, "auto"):
+                own = catalog().listed(operator.name, name).own
+                assert own is None or not own.precision
+
+
+@pytest.mark.parametrize("variant", ["fp8", "fp8_packed"])
+def test_weights_load_in_either_precision(tmp_path, variant):
+    model, narrow = build("fused"), build(variant)
+    model.save(tmp_path / "wide")
+    again = TransformerNP.load(tmp_path / "wide", variant)
+    assert again.variant == Variant.named(variant) and again.compute_dtype == torch.bfloat16
+    narrow.save(tmp_path / "narrow")
+    back = TransformerNP.load(tmp_path / "narrow", "fused")
+    for name, weight in model.state_dict().items():
+        assert weight.equal(again.state_dict()[name]) and weight.equal(back.state_dict()[name])
+
+
+def test_what_8_bits_cannot_run_is_refused_before_it_runs(monkeypatch):
+    sizes = "variant 'fp8' cannot run attention in e4m3 here: it takes head_dim 64, not 32: choose"
+    assert_refused(
+        (lambda: build("fp8", replace(CONFIG, n_heads=4)), sizes),
+        (lambda: build(replace(FP8, attention="fused"), replace(CONFIG, d_model=72)),
+         "cannot run mlp in e4m3 here: D is 72: it takes multiples of 16"),
+        *((lambda dtype=dtype: TransformerNP(CONFIG, "fp8", dtype),
+           f"it takes bfloat16, not {str(dtype)[6:]}: choose variant 'auto'")
+          for dtype in (torch.float16, torch.float32, torch.float64)),
+        (lambda: build("fp8", replace(CONFIG, buffer=4)), "has centred_keys: a mean of a sample's"),
+        (lambda: build("fp8_packed", replace(CONFIG, buffer=4)), "'e4m3': rows of a buffer need"),
+        (lambda: replace(FP8, pack=True), "centred_keys takes a mean of each sample's rows"),
+    )  # fmt: skip
+    model, task = build("fp8"), make_task(CONFIG)
+    calls = (
+        lambda: model(task.x_context, task.y_context, task.x_target),
+        lambda: model.loss(task),
+        lambda: model.encode(task.context),
+        lambda: model.predict(task.context, task.x_target),
+        lambda: model.sample_jointly(task.context, task.x_target),
+        lambda: TrainingStep(model, learning_rate=1e-4),
+    )
+    for target, sentence in (
+        (devices.CPU, "Triton kernels run on CUDA"),
+        (devices.named("A100"), "it needs compute capability 8.9 or newer, this GPU has 8.0"),
+        (devices.named("A10"), "it needs compute capability 8.9 or newer, this GPU has 8.6"),
+    ):
+        monkeypatch.setitem(devices._seen, ON_CPU, target)
+        refused = f"^variant 'fp8' cannot run attention in e4m3 here: {sentence}.*: choose variant"
+        assert_refused(*((call, refused) for call in calls), error=RuntimeError)
+    monkeypatch.setitem(devices._seen, ON_CPU, devices.INTERPRETER)
+    model = TransformerNP(CONFIG, "fp8")  # on a CPU it computes in float32
+    assert_refused((lambda: model.loss(task), "bfloat16, not float32"), error=RuntimeError)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("lengths", [None, [150, 3]])
+@pytest.mark.parametrize(
+    ("variant", "options"),
+    [(FP8, {}), (PACKED, {}), (replace(FP8, recompute_above=100), {}), (FP8, {"checkpoint": True})],
+)
+def test_a_prediction_is_close_to_that_in_16_bits(variant, options, lengths):
+    """The bound is the error of two layers, each with a rounding to 3 bits of the mantissa."""
+    task = make_task(CONFIG, n_context=150, n_target=20)
+    if lengths:
+        task = replace(task, context_lengths=torch.tensor(lengths, dtype=torch.int32))
+    exact = TransformerNP(CONFIG, Variant("plain"), torch.float32)
+    model = build(variant, **options)
+    exact.load_state_dict(model.state_dict())
+    tensors = task.x_context, task.y_context, task.x_target, task.context_lengths
+    expected, found = exact(*tensors), model(*tensors)
+    errors = {"fp8": found, "16 bits": build("fused")(*tensors)}
+    errors = {name: (x - expected).norm() / expected.norm() for name, x in errors.items()}
+    assert errors["16 bits"] < errors["fp8"] < 2**-4
+    encoded = model.encode(task.context)
+    at_once = model.predict(task.context, task.x_target)
+    assert model.predict(encoded, task.x_target).mean.equal(at_once.mean)
+    assert (at_once.mean - exact.predict(task.context, task.x_target).mean).abs().max() < 0.1
