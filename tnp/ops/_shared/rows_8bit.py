@@ -39,6 +39,17 @@ class InRows(NamedTuple):
 
 
 @triton.jit
+def column_at(position):
+    """Returns the column at a position of a row in the order of a matmul's registers.
+
+    Of each 64 columns, position 16t + 2j + c holds column 8j + 2t + c.
+    """
+    within = position % 64
+    column = within % 16 // 2 * 8 + within // 16 * 2 + within % 2
+    return position - within + column
+
+
+@triton.jit
 def _load(x_ptr, rows, columns, n_rows, n_columns, stride_row, stride_column):
     """Loads elements as float32; they are 0 past the ends."""
     at = rows.to(tl.int64)[:, None] * stride_row + columns.to(tl.int64)[None, :] * stride_column
@@ -50,11 +61,12 @@ def _load(x_ptr, rows, columns, n_rows, n_columns, stride_row, stride_column):
 def _quantize_rows_kernel(
     x_ptr, x8_ptr, scale_ptr, bound_ptr,
     n_rows, n_columns, n_out_rows, n_out_columns, stride_row, stride_column,
-    WHOLE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    WHOLE: tl.constexpr, ORDERED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Quantizes BLOCK_R rows a program. WHOLE: rows have at most BLOCK_C columns."""
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    columns = tl.arange(0, BLOCK_C)
+    positions = tl.arange(0, BLOCK_C)
+    columns = column_at(positions) if ORDERED else positions
     if WHOLE:
         x = _load(x_ptr, rows, columns, n_rows, n_columns, stride_row, stride_column)
         largest = tl.max(tl.abs(x), 1)
@@ -72,13 +84,14 @@ def _quantize_rows_kernel(
     if WHOLE:
         x *= units
         squares += tl.sum(x * x, 1)
-        inside = mask & (columns < n_out_columns)[None, :]
-        tl.store(x8_ptrs + columns[None, :], cast(x, x8_ptr.dtype.element_ty), mask=inside)
+        inside = mask & (positions < n_out_columns)[None, :]
+        tl.store(x8_ptrs + positions[None, :], cast(x, x8_ptr.dtype.element_ty), mask=inside)
     else:
         for start in tl.range(0, n_out_columns, BLOCK_C):
             at = start + columns
             x = _load(x_ptr, rows, at, n_rows, n_columns, stride_row, stride_column) * units
             squares += tl.sum(x * x, 1)
+            at = start + positions
             inside = mask & (at < n_out_columns)[None, :]
             tl.store(x8_ptrs + at[None, :], cast(x, x8_ptr.dtype.element_ty), mask=inside)
     tl.store(scale_ptr + rows, power(e), mask=rows < n_out_rows)
@@ -90,6 +103,7 @@ def rows_quantizer(
     shape: tuple[int, int],
     strides: tuple[int, int],
     padded: tuple[int, int] | None = None,
+    ordered: bool = False,
 ) -> Callable[[Tensor], InRows]:
     """Returns a function that quantizes tensors with the strides of x.
 
@@ -98,6 +112,7 @@ def rows_quantizer(
         shape: the matrix's shape, from the tensor's first element on.
         strides: the matrix's strides.
         padded: the shape after padding with zeros; None: no padding.
+        ordered: whether columns lie in the order of `column_at`; 64 must divide the padded width.
     """
     n_rows, n_columns = shape
     out_rows, out_columns = padded or shape
@@ -106,7 +121,8 @@ def rows_quantizer(
     kernel = Bound(
         _quantize_rows_kernel, (n_programs,),
         n_rows, n_columns, out_rows, out_columns, *strides,
-        WHOLE=out_columns <= block_c, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=NUM_WARPS,
+        WHOLE=out_columns <= block_c, ORDERED=ordered, BLOCK_R=block_r, BLOCK_C=block_c,
+        num_warps=NUM_WARPS,
     )  # fmt: skip
 
     def quantize(x: Tensor) -> InRows:

@@ -17,7 +17,12 @@ from torch import Tensor
 
 from tnp.dispatch.devices import Target
 from tnp.dispatch.launcher import Bound
-from tnp.ops._shared.blocks_8bit import Blocks, panel_offsets, panels_shape, row_at
+from tnp.ops._shared.blocks_8bit import (
+    Blocks,
+    panel_offsets,
+    panels_shape,
+    row_at,
+)
 from tnp.ops._shared.e4m3 import BLOCK
 from tnp.ops._shared.primitives import cast
 from tnp.ops._shared.rows_8bit import E4M3, InRows
@@ -32,6 +37,7 @@ from tnp.ops._shared.triton_matmul import (
     store_tile,
 )
 
+ORDERED = False  # columns of rows lie in their own order
 _BLOCK = tl.constexpr(BLOCK)
 
 # (x, w) → rows of h, panels of h, and the saved z or slope; (dy, w, saved) → rows and panels of dz.
@@ -93,9 +99,7 @@ def _bound(shape: tuple[int, int], inner: int, epilogue: str, rows: bool, panels
     )  # fmt: skip
 
 
-def matmul_silu(
-    target: Target, shape: tuple[int, int], inner: int, rows: bool, save: bool
-) -> Silu:
+def matmul_silu(target: Target, shape: tuple[int, int], inner: int, rows: bool, save: bool) -> Silu:
     """Returns the launch that computes h = silu(x wᵀ) of this shape, in 8 bits.
 
     Call it with x [T, inner], whose `bound` holds the units of h, and w [N, inner].

@@ -16,25 +16,38 @@ With more rows it saves nothing ("again"). The backward pass then computes z aga
 
 from functools import partial
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tnp.dispatch.spec import Call, Kernel, Reason, Support, anywhere
 from tnp.ops._shared import (
+    blocks_8bit,
     gradient_8bit,
+    hopper_blocks_8bit,
     hopper_gradient_8bit,
     hopper_silu_8bit,
     triton_silu_8bit,
 )
-from tnp.ops._shared.blocks_8bit import Blocks, blocks_quantizer, panels_shape
+from tnp.ops._shared.blocks_8bit import Blocks, panels_shape
 from tnp.ops._shared.operands import hidden_width, of_down, of_up, rows_of
 from tnp.ops._shared.rows_8bit import E4M3, InRows, n_norms, row_product, rows_quantizer
 from tnp.ops.mlp import SAVED_ROWS
 from tnp.ops.mlp.composed import CHUNK_ROWS, NAMES, empty_backward, hopper_refuses
 from tnp.ops.mlp.eight_bit import DZ_FACTOR, H_FACTOR
 
-GRADIENTS = {hopper_silu_8bit: hopper_gradient_8bit, triton_silu_8bit: gradient_8bit}
+
+class Kernels(NamedTuple):
+    """Names the modules of one kind of kernels."""
+
+    blocks: ModuleType  # quantize activations
+    products: ModuleType
+    gradients: ModuleType  # of weights
+
+
+HOPPER = Kernels(hopper_blocks_8bit, hopper_silu_8bit, hopper_gradient_8bit)
+PORTABLE = Kernels(blocks_8bit, triton_silu_8bit, gradient_8bit)
 
 
 def _chunks(n_rows: int, again: bool) -> list[tuple[int, int]]:
@@ -46,13 +59,13 @@ def _chunks(n_rows: int, again: bool) -> list[tuple[int, int]]:
 # ------------------------------------------------------------------------------- forward
 
 
-def empty(wanted, inputs, *, products: ModuleType):
+def empty(wanted, inputs, *, kernels: Kernels):
     x, up, _down = inputs
     n, d, width = x.numel() // x.shape[-1], x.shape[-1], hidden_width(up.shape[0])
     saved = (
         x.new_empty(panels_shape(n, d), dtype=E4M3), x.new_empty(n, dtype=torch.float32),
         x.new_empty(panels_shape(n, width), dtype=E4M3), x.new_empty(n, dtype=torch.float32),
-        products.new_saved(x, (n, width), x.dtype),
+        kernels.products.new_saved(x, (n, width), x.dtype),
     )  # fmt: skip
     return (x.new_empty(x.shape),), saved if wanted else ()
 
@@ -68,19 +81,21 @@ class Hidden:
         call: the layer's.
         x, up: tensors of its layout.
         n: rows of a call.
-        products: the module of the products.
+        kernels: their modules.
         rows: whether rows of h are returned.
         save: whether panels of x and h, and z or its slope, are returned.
     """
 
     def __init__(
-        self, call: Call, x: Tensor, up: Tensor, n: int, products: ModuleType, rows: bool,
+        self, call: Call, x: Tensor, up: Tensor, n: int, kernels: Kernels, rows: bool,
         save: bool,
     ) -> None:  # fmt: skip
         d, width = x.shape[-1], hidden_width(up.shape[0])
         stride = rows_of(x).stride
-        self.quantize = blocks_quantizer((n, d), stride, n_norms((width, d)), panels=save)
-        self.silu = products.matmul_silu(call.target, (n, width), d, rows, save)
+        self.quantize = kernels.blocks.blocks_quantizer(
+            (n, d), stride, n_norms((width, d)), panels=save
+        )
+        self.silu = kernels.products.matmul_silu(call.target, (n, width), d, rows, save)
 
     def __call__(self, x: Tensor, up: InRows) -> tuple[Blocks, Blocks, Tensor | None]:
         """Returns x and h in 8 bits, and z or its slope. x may have any shape."""
@@ -89,16 +104,16 @@ class Hidden:
         return x8, Blocks(h8, x8.bound, panels, x8.bound), saved
 
 
-def prepare(call: Call, config, inputs, *, products: ModuleType, again: bool = False):
+def prepare(call: Call, config, inputs, *, kernels: Kernels, again: bool = False):
     """Prepares the forward pass, over chunks of rows if `again`."""
     x, up, down = inputs
     shape, rows = x.shape, rows_of(x)
     width, d = hidden_width(up.shape[0]), x.shape[-1]
     save = bool(call.wanted) and not again
     of_up = rows_quantizer(up, up.shape, up.stride(), (width, d))
-    of_down = rows_quantizer(down, down.shape, down.stride(), (d, width))
+    of_down = rows_quantizer(down, down.shape, down.stride(), (d, width), kernels.products.ORDERED)
     chunks = _chunks(rows.n, again)
-    hidden = [Hidden(call, x, up, n, products, True, save) for _, n in chunks]
+    hidden = [Hidden(call, x, up, n, kernels, True, save) for _, n in chunks]
     times = row_product(x)
 
     def launch(inputs, scalars):
@@ -121,7 +136,7 @@ def prepare(call: Call, config, inputs, *, products: ModuleType, again: bool = F
 # ------------------------------------------------------------------------------ backward
 
 
-def prepare_backward(call: Call, config, inputs, *, products: ModuleType, again: bool = False):
+def prepare_backward(call: Call, config, inputs, *, kernels: Kernels, again: bool = False):
     """Prepares the backward pass, which computes only the wanted gradients.
 
     `again`: it computes the hidden layer again, in chunks of rows.
@@ -133,15 +148,17 @@ def prepare_backward(call: Call, config, inputs, *, products: ModuleType, again:
     up_t, down_t = up.t(), down.t()
     of_up_rows = rows_quantizer(up, up.shape, up.stride(), (width, d))
     of_down_t = rows_quantizer(down, down_t.shape, down_t.stride(), (width, d))
-    of_up_t = rows_quantizer(up, up_t.shape, up_t.stride(), (d, width))
+    of_up_t = rows_quantizer(up, up_t.shape, up_t.stride(), (d, width), kernels.products.ORDERED)
     chunks = _chunks(x_rows.n, again)
-    gradient = GRADIENTS[products].gradient
+    gradient, quantizer = kernels.gradients.gradient, kernels.blocks.blocks_quantizer
     of_dy, hidden, dsilu, of_weights = [], [], [], []
     for _, n in chunks:
         if again:
-            hidden.append(Hidden(call, x, up, n, products, False, True))
-        of_dy.append(blocks_quantizer((n, d), d, n_norms((width, d)), panels=ddown_wanted))
-        dsilu.append(products.matmul_dsilu(call.target, (n, width), d, dx_wanted, dup_wanted))
+            hidden.append(Hidden(call, x, up, n, kernels, False, True))
+        of_dy.append(quantizer((n, d), d, n_norms((width, d)), panels=ddown_wanted))
+        dsilu.append(
+            kernels.products.matmul_dsilu(call.target, (n, width), d, dx_wanted, dup_wanted)
+        )
         of_weights.append((gradient(call.target, n, width, d), gradient(call.target, n, d, width)))
     times, as_up, as_down = row_product(x), of_up(up), of_down(down)
 
@@ -193,23 +210,23 @@ def _hopper_saves(call: Call) -> Reason:
     return hopper_refuses(call) or _saves(call)
 
 
-def _forward(name: str, saves: str, products: ModuleType, supported: Support) -> Kernel:
+def _forward(name: str, saves: str, kernels: Kernels, supported: Support) -> Kernel:
     again = saves == "again"
-    allocate = empty_again if again else partial(empty, products=products)
-    launch = partial(prepare, products=products, again=again)
+    allocate = empty_again if again else partial(empty, kernels=kernels)
+    launch = partial(prepare, kernels=kernels, again=again)
     return Kernel(name, allocate, launch, supported, saves=saves)
 
 
-def _backward(name: str, saves: str, products: ModuleType, supported: Support) -> Kernel:
-    launch = partial(prepare_backward, products=products, again=saves == "again")
+def _backward(name: str, saves: str, kernels: Kernels, supported: Support) -> Kernel:
+    launch = partial(prepare_backward, kernels=kernels, again=saves == "again")
     return Kernel(name, empty_backward, launch, supported, saves=saves)
 
 
-FORWARD_SLOPE = _forward("hopper_8bit", "slope", hopper_silu_8bit, _hopper_saves)
-FORWARD_Z = _forward("triton_8bit", "z", triton_silu_8bit, _saves)
-FORWARD_HOPPER_AGAIN = _forward("hopper_8bit_again", "again", hopper_silu_8bit, hopper_refuses)
-FORWARD_AGAIN = _forward("triton_8bit_again", "again", triton_silu_8bit, anywhere)
-BACKWARD_SLOPE = _backward("hopper_8bit", "slope", hopper_silu_8bit, hopper_refuses)
-BACKWARD_Z = _backward("triton_8bit", "z", triton_silu_8bit, anywhere)
-BACKWARD_HOPPER_AGAIN = _backward("hopper_8bit_again", "again", hopper_silu_8bit, hopper_refuses)
-BACKWARD_AGAIN = _backward("triton_8bit_again", "again", triton_silu_8bit, anywhere)
+FORWARD_SLOPE = _forward("hopper_8bit", "slope", HOPPER, _hopper_saves)
+FORWARD_Z = _forward("triton_8bit", "z", PORTABLE, _saves)
+FORWARD_HOPPER_AGAIN = _forward("hopper_8bit_again", "again", HOPPER, hopper_refuses)
+FORWARD_AGAIN = _forward("triton_8bit_again", "again", PORTABLE, anywhere)
+BACKWARD_SLOPE = _backward("hopper_8bit", "slope", HOPPER, hopper_refuses)
+BACKWARD_Z = _backward("triton_8bit", "z", PORTABLE, anywhere)
+BACKWARD_HOPPER_AGAIN = _backward("hopper_8bit_again", "again", HOPPER, hopper_refuses)
+BACKWARD_AGAIN = _backward("triton_8bit_again", "again", PORTABLE, anywhere)
