@@ -10,6 +10,7 @@ from tnp.bench.memory import PeakMemory
 from tnp.bench.steps import measure_step, random_task
 from tnp.dispatch import selection
 from tnp.dispatch.call import forget
+from tnp.dispatch.registry import catalog
 from tnp.experiment.failures import Unsupported
 from tnp.model.config import TNPConfig
 from tnp.store.schemas import PROVENANCE, RUN, TABLES
@@ -88,6 +89,14 @@ def test_a_diverging_step_is_not_timed(monkeypatch):
 def test_what_the_cpu_cannot_run_is_refused_before_work(changes):
     with pytest.raises(Unsupported):
         measure_step(step_parameters(**changes), time.perf_counter())
+
+
+def test_a_package_that_is_not_installed_is_named_before_work(monkeypatch):
+    monkeypatch.setattr("tnp.dispatch.registry.version", lambda name: None)
+    catalog.cache_clear()
+    with pytest.raises(Unsupported, match="mlp 'torchao': package torchao is not installed: pip"):
+        measure_step(step_parameters(variant_spec={"mlp": "torchao"}), time.perf_counter())
+    catalog.cache_clear()
 
 
 def test_peak_memory_of_the_cpu_sees_what_was_freed_again():

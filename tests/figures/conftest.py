@@ -94,7 +94,8 @@ def steps(
         tables["step_summary"].append(
             key | switches | {"dtype": "bfloat16", "n_runs": 3, "status": status}
         )
-        named = key | sized(shape) | switches | outcome | {"role": role(variant)}
+        narrow = {"precision": "e4m3" if variant.endswith("fp8") else ""}
+        named = key | sized(shape) | switches | outcome | {"role": role(variant)} | narrow
         tables["speedup"].append(named | {"dtype": "bfloat16"} | speedup)
         tables["memory"].append(
             named | {"optimizer": True, "valid": counts, "peak_memory_gib": memory}
@@ -102,7 +103,7 @@ def steps(
         said = {name: speedup.get(name) for name in IN_A_CELL}
         said |= {"peak_memory_gib": memory, "status": status}
         in_cell = {f"{cell}_{name}": value for name, value in said.items()}
-        tables["matrix"].append(key | sized(shape) | in_cell)
+        tables["matrix"].append(key | sized(shape) | narrow | in_cell)
     return tables
 
 

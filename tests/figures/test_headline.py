@@ -26,6 +26,21 @@ def test_headline_has_three_bars_and_says_how_much_faster_ours_is(build: Build) 
     assert "white" not in str(chart.to_dict()["background"])
 
 
+def test_steps_in_8_bits_have_bars_of_their_own_and_say_what_they_are(build: Build) -> None:
+    narrow = {("mid", "pytorch_best_fp8"): 140.0, ("mid", "fp8"): 80.0}
+    path = build(**sample.merged(H200, sample.steps(sample.THREE | narrow)))
+    chart = headline(path)
+    assert "1.50 times as fast as PyTorch's best on" in chart.to_dict()["title"]["text"]
+    svg = as_svg(chart)
+    for text in ("(80.0 ms)", "(140 ms)", "(100 ms)", "less accurate a step, equal in training"):
+        assert text in svg
+    for figure in ("speedup", "matrix", "memory"):
+        assert "8 bits" not in title(draw(figure, path))
+        assert "less accurate a step, equal in training" in str(draw(figure, path).to_dict())
+    plain = build(**sample.merged(H200, sample.steps(sample.THREE)))
+    assert "8 bits" not in as_svg(headline(plain)) + str(draw("speedup", plain).to_dict())
+
+
 def test_headline_without_evidence_is_hollow_and_claims_nothing(build: Build) -> None:
     chart = headline(build(**sample.merged(H200, sample.steps(sample.THREE, counts=None))))
     assert chart.to_dict()["title"]["text"] == "Training speed on an NVIDIA H200"

@@ -113,3 +113,19 @@ def test_a_prediction_is_close_to_that_in_16_bits(variant, options, lengths):
     at_once = model.predict(task.context, task.x_target)
     assert model.predict(encoded, task.x_target).mean.equal(at_once.mean)
     assert (at_once.mean - exact.predict(task.context, task.x_target).mean).abs().max() < 0.1
+
+
+@torch.no_grad()
+def test_targets_do_not_see_one_another():
+    """A block of 128 rows shares a scale, a power of two, and rows of unlike sizes lose nothing."""
+    model, task = build(FP8), make_task(CONFIG, n_context=40, n_target=140)
+    together = model.predict(task.context, task.x_target)
+    alone = model.predict(task.context, task.x_target[:, 7:8])
+    assert (alone.mean[:, 0] - together.mean[:, 7]).abs().max() < 2**-6
+    spoiled = task.x_target.clone()
+    spoiled[0, 3] = float("nan")
+    found = model.predict(task.context, spoiled).mean
+    assert found[0, 3].isnan().all()
+    others = torch.ones(2, 140, dtype=torch.bool)
+    others[0, 3] = False
+    assert (found[others] - together.mean[others]).abs().max() < 2**-6

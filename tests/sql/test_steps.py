@@ -63,6 +63,32 @@ def test_the_kth_runs_of_a_session_are_pairs(store: Callable[..., Query]) -> Non
     assert row["speedup"] == pytest.approx(np.exp(np.mean(np.log([2, 3, 2]))))
 
 
+def test_a_step_in_16_bits_is_not_compared_with_steps_in_8_bits(
+    store: Callable[..., Query],
+) -> None:
+    narrow = {"precision": "e4m3"}
+    query = store(
+        gate("gate"),
+        *runs("sdpa_flash", [100.0]),
+        *runs("pytorch_best", [80.0], role="peer"),
+        *runs("pytorch_best_fp8", [60.0], role="peer", **narrow),
+        *runs("fused", [50.0]),
+        *runs("fp8", [40.0], role="own", **narrow),
+    )
+    rows = {row["variant"]: row for row in query("from speedup")}
+    assert {name for name, row in rows.items() if row["precision"]} == {"pytorch_best_fp8", "fp8"}
+    best = {name: (row["best_pytorch_variant"], row["speedup_best"]) for name, row in rows.items()}
+    assert best["fused"] == ("pytorch_best", pytest.approx(1.6))
+    assert best["fp8"] == ("pytorch_best_fp8", pytest.approx(1.5))
+    for said in ("leads", "fastest", "winner"):
+        assert {name for name, row in rows.items() if row[said]} == {"fused", "fp8"}
+    headline = query((SQL.parent / "report" / "10_headline.sql").read_text().rstrip(";\n"))
+    assert {row["variant"]: row["products_in"] for row in headline} == {
+        "fused": "bfloat16",
+        "fp8": "8 bits: less accurate a step, equal in training",
+    }
+
+
 def test_best_pytorch_is_the_fastest_with_any_switch(store: Callable[..., Query]) -> None:
     query = store(
         gate("gate"),

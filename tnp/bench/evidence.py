@@ -28,6 +28,7 @@ def of_step(parameters: dict) -> dict[str, str | None]:
             | {name: parameters[name] for name in ("vary",) if name in parameters}
         ),
         "role": variant.role(parameters["checkpoint"], parameters["cuda_graph"]),
+        "precision": variant.precision,
         "varies": "vary" in parameters,
     }
 

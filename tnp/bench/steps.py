@@ -117,7 +117,8 @@ def measure_step(
         | measured_columns(measurement, conditions)
         | {"setup_s": setup_s, "compile_s": compile_s, "energy_j": _energy(measurement, conditions)}
         | {"choices": _choices(variant), "launch_config": _launch_config()}
-        | {"kernels_hash": code.kernels_hash}
+        # The planner knows no precision of other packages: it does not import them.
+        | {"kernels_hash": code.kernels_hash, "precision": _precision(variant)}
     )
     samples = sample_rows(parameters, "step", measurement, conditions)
     tables = {"steps": [row], "samples": samples, "code": code.rows()}
@@ -188,12 +189,26 @@ def require_supported(parameters: dict, variant: Variant, device: torch.device) 
         for operator in catalog().family(family):
             problem = operator.within(model, parameters)
             if problem is not None and not is_automatic(name):
+                if missing := catalog().listed(operator.name, name).missing:
+                    raise Unsupported(f"{operator.name} {name!r}: {missing}")
                 found = catalog().load(operator.name, name)
                 wanted = found.gradients or operator.differentiated
                 call = Call(problem, devices.of_device(device), wanted)
                 reason = found.refuses(call)
                 if reason is not None:
                     raise Unsupported(f"{operator.name} {name!r}: {reason}")
+
+
+def _precision(variant: Variant) -> str:
+    """Returns the number format of products in 8 bits, ours or another package's, or ""."""
+    named = variant.implementations().items()
+    found = (
+        catalog().load(operator.name, name).precision
+        for family, name in named
+        if not is_automatic(name)
+        for operator in catalog().family(family)
+    )
+    return next(filter(None, found), "")
 
 
 def _choices(variant: Variant) -> str | None:

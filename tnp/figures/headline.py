@@ -1,7 +1,8 @@
 """Draws README's chart: training speed of plain PyTorch, of PyTorch at its best, and of ours.
 
-Reads the view `speedup`. Each shape has three bars, on the first device with evidence. The chart
-has no background and grey text, so that it suits light and dark pages.
+Reads the view `speedup`. Each shape has three bars, on the first device with evidence, and one more
+for each of the last two that was timed in 8 bits. The chart has no background and grey text, so
+that it suits light and dark pages.
 """
 
 import altair as alt
@@ -18,14 +19,18 @@ SHAPES = 5  # most shapes that are drawn
 GREY = "#757b82"  # 4.2 : 1 on white and 4.5 : 1 on GitHub's dark page
 LABEL_ROOM = 1.35  # axis length over the longest bar, for the text right of it
 
-# Role → name and colour of its bar.
+# Role, and whether products are in 8 bits → name and colour of its bar.
 BARS = {
-    "baseline": (words("sdpa_flash"), "#8c959f"),
-    "peer": (words("pytorch_best"), "#2f81c7"),
-    "own": (words("fused"), "#d9661f"),
+    ("baseline", False): (words("sdpa_flash"), "#8c959f"),
+    ("peer", False): (words("pytorch_best"), "#2f81c7"),
+    ("peer", True): (words("pytorch_best_fp8"), "#8ab8e0"),
+    ("own", False): (words("fused"), "#d9661f"),
+    ("own", True): (words("fp8"), "#f0a878"),
 }
+NEEDED = 3  # bars of a shape that are not in 8 bits
 
 # Selects our step that `leads`, and the fastest of the other roles, with evidence if there is any.
+# Steps in 8 bits are selected apart.
 # The specification's step has no switches. Invalid steps are left out, and streams of tasks whose
 # sizes vary, which have their own tables.
 QUERY = """
@@ -38,7 +43,7 @@ QUERY = """
         and not coalesce(varies, false)
         and (role != 'baseline' or not (checkpoint or cuda_graph))
     qualify row_number() over (
-        partition by shape, role order by valid desc nulls last, leads desc, step_ms
+        partition by shape, role, precision order by valid desc nulls last, leads desc, step_ms
     ) = 1
     order by n_context, n_target, batch desc, role
 """
@@ -74,15 +79,20 @@ def draw(connection: duckdb.DuckDBPyConnection) -> alt.TopLevelMixin:
 
 
 def _shapes(rows: list[Row]) -> list[list[Row]]:
-    """Returns the rows of shapes that have all three bars. Shapes with evidence are preferred."""
-    whole = [of_shape for of_shape in data.grouped(rows, "shape") if len(of_shape) == len(BARS)]
-    chosen = sorted(whole, key=lambda of_shape: not all(row["valid"] for row in of_shape))
+    """Returns the rows of shapes that have all needed bars. Shapes with evidence are preferred."""
+
+    def needed(of_shape: list[Row]) -> list[Row]:
+        return [row for row in of_shape if not row["precision"]]
+
+    whole = [one for one in data.grouped(rows, "shape") if len(needed(one)) == NEEDED]
+    chosen = sorted(whole, key=lambda one: not all(row["valid"] for row in needed(one)))
     return [of_shape for of_shape in whole if of_shape in chosen[:SHAPES]]
 
 
 def finding(shapes: list[list[Row]], device: str) -> str:
-    """Says how much faster ours is than PyTorch's best, if it is at every shape drawn."""
-    own = [row for of_shape in shapes for row in of_shape if row["role"] == "own"]
+    """Says how much faster ours is than PyTorch's best, if it is so at all shapes, in 16 bits."""
+    own = [row for of_shape in shapes for row in of_shape
+           if row["role"] == "own" and not row["precision"]]  # fmt: skip
     if all(row["verdict_best"] == "faster" for row in own):
         ratios = [row["speedup_best"] for row in own]
         low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
@@ -96,7 +106,8 @@ def _chart(
 ) -> alt.TopLevelMixin:
     bars = [_bar(row) for of_shape in shapes for row in of_shape]
     longest = max(bar["speedup_high"] for bar in bars)
-    names, colors = zip(*BARS.values(), strict=True)
+    drawn = {bar["bar"] for bar in bars}
+    names, colors = zip(*(bar for bar in BARS.values() if bar[0] in drawn), strict=True)
     scale = alt.Scale(domain=[0, longest * LABEL_ROOM], nice=False)
     x = alt.X("speedup:Q", scale=scale, axis=None)
     labels = list(dict.fromkeys(bar["label"] for bar in bars))
@@ -114,7 +125,7 @@ def _chart(
     text = base.encode(x=alt.X("speedup_high:Q", scale=scale, axis=None), text="text:N")
     hollow = any(not bar["valid"] for bar in bars)
     apart = any(
-        bar["valid"] and bar["low"] is None and bar["bar"] != BARS["baseline"][0] for bar in bars
+        bar["valid"] and bar["low"] is None and bar["bar"] != words("sdpa_flash") for bar in bars
     )
     heading = alt.Title(
         finding(shapes, device),
@@ -122,6 +133,7 @@ def _chart(
             f"Speed of a training step as a multiple of plain PyTorch's; "
             f"{', '.join(filter(None, [_dtypes(bars), when]))}.",
             "PyTorch's best: compiled, with every saving that PyTorch offers. Ours: our kernels.",
+            *theme.in_8_bits([row for of_shape in shapes for row in of_shape]),
             "Whiskers: 95% interval; for ours, that against PyTorch's best."
             + (" Without: not timed beside plain PyTorch." if apart else "")
             + (f" Hollow: {theme.WITHOUT_EVIDENCE}." if hollow else ""),
@@ -137,7 +149,7 @@ def _chart(
     )
     return chart.properties(
         width=WIDTH,
-        height=len(shapes) * (len(BARS) * (BAR_HEIGHT + 3) + 18),
+        height=len(shapes) * (len(names) * (BAR_HEIGHT + 3) + 18),
         title=heading,
         background="transparent",
         padding={"left": 4, "right": 4, "top": 8, "bottom": 4},
@@ -153,7 +165,7 @@ def _bar(row: Row) -> Row:
     sizes = f"{tasks} of {row['n_context']:,} + {row['n_target']:,} points"
     return {
         "label": f"{row['shape']}|{sizes}",
-        "bar": BARS[row["role"]][0],
+        "bar": BARS[row["role"], bool(row["precision"])][0],
         "speedup": row["speedup"],
         "low": low,
         "speedup_high": high or row["speedup"],

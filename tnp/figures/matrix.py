@@ -55,13 +55,18 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
         "a plain step.",
         f"Only the edge is coloured: {theme.WITHOUT_EVIDENCE}. Outlined: the fastest with "
         "evidence, and all within 1% of it. The figure speedup has the intervals.",
+        *theme.in_8_bits(rows),
     ]
     return theme.page(theme.stacked(blocks), finding(cells, devices), subtitle, layout)
 
 
 def finding(cells: list[Row], devices: dict[str, Row]) -> str:
-    """Returns the fastest variants of each shape, the winner first, on the first device."""
-    fastest, device = data.of_first(devices, [cell for cell in cells if cell["fastest"]])
+    """Returns the fastest variants of each shape, the winner first, on the first device.
+
+    Steps in 8 bits are not among them.
+    """
+    wide = [cell for cell in cells if cell["fastest"] and not cell["precision"]]
+    fastest, device = data.of_first(devices, wide)
     if not fastest:
         return "No configuration could be timed yet"
     shapes: dict[tuple[str, ...], list[str]] = {}
@@ -76,7 +81,7 @@ def finding(cells: list[Row], devices: dict[str, Row]) -> str:
 
 def _cells(row: Row) -> list[Row]:
     """Returns a cell for each combination of switches, from the view's wide row."""
-    keys = ("device", "shape", "variant", "batch", "n_context", "n_target")
+    keys = ("device", "shape", "variant", "batch", "n_context", "n_target", "precision")
     cells = []
     for prefix, name in COMBINATIONS.items():
         values = {key: row[f"{prefix}_{key}"] for key in VALUES}

@@ -59,6 +59,7 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
         "tenth, and its mark may hide the mark of the step without it. At large, our MLP "
         "recomputes its hidden layer also without checkpointing. Runs allocate equally, so there "
         f"are no error bars. Each shape has its own scale. Hollow: {theme.WITHOUT_EVIDENCE}.",
+        *theme.in_8_bits(rows),
     ]
     return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle, layout)
 
@@ -66,12 +67,13 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
 def finding(rows: list[Row], devices: dict[str, Row]) -> str:
     """Compares our smallest step without checkpointing with plain PyTorch's, at its largest shape.
 
-    Without these two, it says how much checkpointing saves.
+    Steps in 8 bits are left out. Without these two, it says how much checkpointing saves.
     """
     measured, device = data.of_first(devices, [row for row in rows if row["peak_memory_gib"]])
     if not measured:
         return "No configuration ran to its end yet"
-    alike = [row for row in measured if row["optimizer"] and not row["checkpoint"]]
+    alike = [row for row in measured
+             if row["optimizer"] and not row["checkpoint"] and not row["precision"]]  # fmt: skip
     baseline = [row for row in alike if row["role"] == "baseline" and not row["cuda_graph"]]
     most = max(baseline, key=lambda row: row["peak_memory_gib"], default=None)
     own = [row for row in alike if most and row["role"] == "own" and row["shape"] == most["shape"]]

@@ -63,13 +63,15 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
         "Dashed line: PyTorch's fastest configuration at that shape.",
         f"Hollow: {theme.WITHOUT_EVIDENCE}, so without an interval and a verdict. Faster or "
         "slower: the interval clears 1× by more than 1%, corrected for the number of comparisons.",
+        *theme.in_8_bits(rows),
     ]
     return theme.page(theme.stacked(blocks), finding(rows, devices), subtitle, layout)
 
 
 def finding(rows: list[Row], devices: dict[str, Row]) -> str:
-    """Returns one sentence about the first device with a timed row."""
-    timed, device = data.of_first(devices, [row for row in rows if row["speedup"] is not None])
+    """Returns one sentence about the first device with a timed row, without steps in 8 bits."""
+    wide = [row for row in rows if row["speedup"] is not None and not row["precision"]]
+    timed, device = data.of_first(devices, wide)
     if not timed:
         return "No configuration could be timed yet"
     own = [row for row in timed if row["role"] == "own"]

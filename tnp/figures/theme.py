@@ -12,6 +12,7 @@ import altair as alt
 
 from tnp.figures.data import Row, drawing
 from tnp.figures.layout import LABEL_HEIGHT, OWN_LINES, Layout
+from tnp.figures.words import IN_8_BITS
 
 Encodings = dict[str, alt.Y | alt.YOffset]  # the line of a panel on which a row stands
 
@@ -106,6 +107,11 @@ def duration(milliseconds: float) -> str:
 def evidence(counts: bool | None) -> str:
     """Returns the tooltip of a drawn row: valid rows are filled, others hollow."""
     return "complete, and the row is valid" if counts else WITHOUT_EVIDENCE
+
+
+def in_8_bits(rows: Sequence[Row]) -> list[str]:
+    """Returns the sentence that stands below figures with steps in 8 bits, in a list, or []."""
+    return [IN_8_BITS] if any(row["precision"] for row in rows) else []
 
 
 def verdict(ratio: float, decided: str | None) -> str:

@@ -21,6 +21,9 @@ WORDS = {
     "fused_packed": "ours with packing",
     "pytorch_best_packed": "PyTorch's best with packing",
     "fused_compiled": "ours in a compiled step",
+    "fp8": "our step in 8 bits",
+    "fp8_packed": "our step in 8 bits with packing",
+    "pytorch_best_fp8": "PyTorch's best in 8 bits",
     "auto": "ours chosen by size",
     # Implementations of one operator.
     "torch": "PyTorch",
@@ -72,6 +75,9 @@ EXPLAINED = {
     "sdpa_cudnn_padded": "PyTorch with cuDNN's attention and a padded hidden width, uncompiled",
     "fused": "our step with all components",
 }
+
+# Steps with products in 8 bits never stand without these words.
+IN_8_BITS = "In 8 bits: less accurate a step, equal in training."
 
 # Columns that hold such names.
 NAMED = {

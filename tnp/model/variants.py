@@ -199,6 +199,11 @@ class Variant:
             if (own := catalog().listed(operator.name, name).own) is not None and own.precision
         )
 
+    @property
+    def precision(self) -> str:
+        """Returns the number format of our products in 8 bits, or "" without any."""
+        return next((own.precision for _, own in self.in_8_bits), "")
+
     def refuses(
         self, sizes: Mapping[str, int], dtype: str, target: Target, trains: bool = False
     ) -> str | None:

@@ -221,6 +221,7 @@ TABLES: dict[str, pa.Schema] = {
             ("launch_config", pa.string()),  # JSON: kernels and configurations by problem
             ("varies", pa.bool_()),  # a stream of tasks whose sizes vary; sizes are its means
             ("padded_share", pa.float64()),  # padding's share of rows outside attention
+            ("precision", pa.string()),  # a narrower number format of products, "e4m3"; else ""
         ],
         "ops": [
             *OP_KEY,

@@ -11,6 +11,9 @@
 -- A ratio above 1 says how many times as fast ours is. Ratios with an interval come from runs made
 -- together on one GPU. The times are medians of all runs, so dividing them may give a slightly
 -- different ratio.
+--
+-- Rows in 8 bits (e4m3) have a line of their own. They are compared with PyTorch's best in 16 bits
+-- or, if it is faster, in 8 bits by package torchao.
 with gpus as (
     select
         device,
@@ -26,6 +29,7 @@ tied as (
         n_context,
         n_target,
         dtype,
+        precision,
         list(distinct variant order by variant) as variants
     from speedup
     where fastest
@@ -38,6 +42,7 @@ select
     plain_step_ms as "plain_PyTorch,_ms",
     case when best_pytorch_role = 'peer' then best_pytorch_step_ms end as "PyTorch's_best,_ms",
     step_ms as "ours,_ms",
+    format_cell(dtype, precision) as products_in,
     array_to_string(
         list_prepend(variant, list_filter(variants, lambda name: name != variant)), ', '
     ) as variant,
@@ -54,7 +59,8 @@ select
     case when best_pytorch_role = 'peer' then verdict_best end as verdict
 from speedup
 left join gpus using (device)
-left join tied using (device, batch, n_context, n_target, dtype)
+left join tied using (device, batch, n_context, n_target, dtype, precision)
 -- Steps whose sizes vary have a table of their own. The largest GPU comes first, as in figures.
 where leads and valid and not varies
-order by memory_bytes desc, device asc, n_context asc, n_target asc, batch desc;
+order by
+    memory_bytes desc, device asc, precision asc, n_context asc, n_target asc, batch desc;

@@ -7,13 +7,18 @@
 -- of `baseline`, `plain` and `best_pytorch` are over all their runs. `why_no_speedup` says in one
 -- sentence why a timed step has no `speedup`.
 --
--- One rule says who is fastest. `fastest` marks the steps that no step at these sizes beats by more
--- than 1 %. Only the steps with the best evidence there take part. They are compared by their
--- ratios to PyTorch's fastest, or by their times where no step has such a ratio. The highest ratio
--- is taken 1 % lower where it has no interval (`sure`), because its two medians may be of two GPUs.
--- `leads` marks the one step of ours to name: among the fastest, the one whose interval against
--- PyTorch's fastest begins highest. `winner` marks the one step of all to name: PyTorch's plain
--- form or another form of PyTorch's if it is among the fastest, otherwise the step that leads.
+-- Steps with products in 8 bits are less accurate a step and equal in training. They compete among
+-- themselves: a step in 16 bits has ratios to PyTorch's steps in 16 bits, and a step in 8 bits to
+-- all of PyTorch's.
+--
+-- One rule says who is fastest in each `precision`. `fastest` marks the steps that no step at these
+-- sizes beats by more than 1 %. Only the steps with the best evidence there take part. They are
+-- compared by their ratios to PyTorch's fastest, or by their times where no step has such a ratio.
+-- The highest ratio is taken 1 % lower where it has no interval (`sure`), because its two medians
+-- may be of two GPUs. `leads` marks the one step of ours to name: among the fastest, the one whose
+-- interval against PyTorch's fastest begins highest. `winner` marks the one step of all to name:
+-- PyTorch's plain form or another form of PyTorch's if it is among the fastest, otherwise the step
+-- that leads.
 create or replace view speedup as
 with compared as (
     select * from contrasts
@@ -110,10 +115,12 @@ beside_others as (
         ) as fastest
     from compared_steps
     window
-        of_sizes as (partition by device, batch, n_context, n_target, dtype),
-        of_equals as (partition by device, batch, n_context, n_target, dtype, evidence_rank),
+        of_sizes as (partition by device, batch, n_context, n_target, dtype, precision),
+        of_equals as (
+            partition by device, batch, n_context, n_target, dtype, precision, evidence_rank
+        ),
         of_equals_of_role as (
-            partition by device, batch, n_context, n_target, dtype, evidence_rank, role
+            partition by device, batch, n_context, n_target, dtype, precision, evidence_rank, role
         )
 ),
 
@@ -123,7 +130,7 @@ led as (
         role = 'own'
         and row_number()
             over (
-                partition by device, batch, n_context, n_target, dtype, role
+                partition by device, batch, n_context, n_target, dtype, precision, role
                 order by
                     evidence_rank desc nulls last,
                     fastest desc,
@@ -140,7 +147,7 @@ select
     fastest
     and row_number()
         over (
-            partition by device, batch, n_context, n_target, dtype
+            partition by device, batch, n_context, n_target, dtype, precision
             order by fastest desc, role = 'own' asc, role asc, leads desc, step_ms asc
         )
     = 1 as winner

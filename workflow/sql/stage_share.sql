@@ -2,9 +2,9 @@
 -- time over the valid runs of the current code version, and its share of all stages' sum.
 --
 -- `step_ms` is the median time of the same runs' steps: gaps between kernels make up the difference
--- to the sum of all stages. `fastest` marks two steps at these sizes: the shortest of ours and the
--- shortest of PyTorch's. Valid steps come first. Invalid runs are left out; `valid` is null without
--- evidence.
+-- to the sum of all stages. `fastest` marks two steps at these sizes that have no products in 8
+-- bits: the shortest of ours and the shortest of PyTorch's. Valid steps come first. Invalid runs
+-- are left out; `valid` is null without evidence.
 create or replace view stage_share as
 with measured as (
     select
@@ -12,6 +12,7 @@ with measured as (
         steps.comparison_key,
         steps.valid,
         steps.role,
+        coalesce(steps.precision, '') as precision,
         steps.median_ms
     from stg_stages as stages
     inner join measurements as steps using (device, run, config_id)
@@ -32,7 +33,7 @@ medians as (
         min(config_id) as config_id,
         any_value(columns([
             'study', 'shape', 'variant', 'role', 'batch', 'n_context', 'n_target', 'dtype',
-            'checkpoint', 'cuda_graph'
+            'checkpoint', 'cuda_graph', 'precision'
         ])),
         bool_and(valid) as valid,
         median(time_ms_p50) as time_ms,
@@ -45,9 +46,11 @@ medians as (
 select
     *,
     time_ms / sum(time_ms) over (partition by device, comparison_key) as share,
-    rank()
+    precision = ''
+    and rank()
         over (
-            partition by device, shape, batch, n_context, n_target, dtype, role = 'own'
+            partition by
+                device, shape, batch, n_context, n_target, dtype, precision, role = 'own'
             order by valid is not true, step_ms, comparison_key
         )
     = 1 as fastest

@@ -13,6 +13,7 @@ select
         'tokens_per_s', 'peak_memory_bytes', 'energy_j', 'padded_share', 'throttled',
         'environment_id', 'operators', 'gates'
     ]),
+    coalesce(precision, '') as precision,
     time_ms as step_ms,
     time_ms_low as step_ms_low,
     time_ms_high as step_ms_high,

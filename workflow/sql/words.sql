@@ -24,6 +24,12 @@ create or replace macro evidence_cell(valid, why_not) as case
     else 'not valid: ' || why_not
 end;
 
+-- Macro: the number format of a step's products, for a table of text.
+create or replace macro format_cell(dtype, narrower) as case narrower
+    when '' then dtype
+    else '8 bits: less accurate a step, equal in training'
+end;
+
 -- Macro: how good the evidence of a timed row is: 2 valid, 1 without evidence, 0 invalid, and null
 -- where nothing was timed.
 create or replace macro evidence_rank(status, valid) as case
