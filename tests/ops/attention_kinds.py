@@ -9,11 +9,7 @@ from tests.ops.problems import DEVICE
 from tnp.dispatch.spec import OWN
 from tnp.ops.attention import OPERATOR, attention
 
-OURS = [
-    x.name
-    for x in OPERATOR.implementations
-    if x.provider == OWN and x.differentiable and x.selectable
-]
+OURS = [x.name for x in OPERATOR.implementations if x.provider == OWN and x.chosen_from]
 ours = pytest.mark.parametrize("implementation", OURS)
 NAMES = ("o", "dq", "dk", "dv")
 N = 50  # more than a tile of any kernel in float32

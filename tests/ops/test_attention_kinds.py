@@ -205,7 +205,6 @@ REFUSED = [
     ("sdpa_cudnn", CU, "it does not take cu_seqlens_k=True"),
     ("sdpa_flash", {"lse": True}, "it does not take lse=True"),
     ("sdpa_cudnn", {"lse": True}, "it does not take lse=True"),
-    ("e4m3", {"lse": True}, "it does not take lse=True"),
 ]
 
 

@@ -21,7 +21,9 @@ VARIANTS = {
     "fused": FUSED,
     "centred": Variant.named("fused_centred"),
     "automatic": replace(FUSED, mlp="auto"),
+    "8 bits": replace(FUSED, attention="e4m3"),
 }
+WIDE = replace(CONFIG, d_model=64, n_heads=1)  # of attention in 8 bits: head_dim 64
 
 
 def task(seed: int = 0) -> Task:
@@ -33,6 +35,8 @@ def task(seed: int = 0) -> Task:
 
 def model(variant: Variant) -> TransformerNP:
     torch.manual_seed(0)
+    if variant.attention == "e4m3":
+        return TransformerNP(WIDE, variant, torch.bfloat16).to(DEVICE)
     return TransformerNP(CONFIG, variant).to(DEVICE)
 
 

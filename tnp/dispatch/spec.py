@@ -207,7 +207,8 @@ class Budget:
     If it also rounds intermediate values to that format, it names `rounded`: (case, inputs,
     upstream) → outputs and gradients ("d" + input) in float64, with all its roundings. `upstream`
     gives the gradient of an output, by its name and a tensor like it. The error of these results
-    then serves as the emulation's error.
+    then serves as the emulation's error. `differentiates(case)` says whether the gradients are
+    finite in that format. Gates ask for no others.
     """
 
     outputs: float = 2.0
@@ -215,6 +216,7 @@ class Budget:
     emulate: Callable[[Case, dict], dict] | None = None
     rounded: Callable[[Case, dict, Callable], dict] | None = None
     emulated: float = 1.25
+    differentiates: Callable[[Case], bool] = lambda case: True
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,8 @@ def in_float64(inputs: Inputs) -> Inputs:
 
 def wanted_of(operator: Operator, found: Implementation, case: Case) -> tuple[str, ...]:
     """Returns the inputs whose gradients an implementation gives; () for `forward_only`."""
-    if not found.differentiable or case["forward_only"]:
+    budget = found.budget or operator.budget
+    if not found.differentiable or case["forward_only"] or not budget.differentiates(case):
         return ()
     given = operator.differentiated if found.gradients is None else found.gradients
     return tuple(

@@ -112,22 +112,35 @@ def _place(pipe, tile, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
+def _scales(pipe, ptrs, tile, n_rows, WARPGROUP: gl.constexpr):
+    """Returns the scale of the rows, the scales of both halves of the columns, the result's scale.
+
+    A consumer without rows gets those of the last row.
+    """
+    row = gl.minimum(tile // pipe.n_columns * 2 * TILE + WARPGROUP * TILE, n_rows - 1)
+    column = tile % pipe.n_columns * TILE
+    of_columns = _of_columns(ptrs[1], column), _of_columns(ptrs[1], column + BLOCK_K)
+    return gl.load(ptrs[0] + row), of_columns, gl.load(ptrs[2] + row)
+
+
+@gluon.jit
 def _silu(
     pipe, rows_ptr, panels_ptr, slope_ptr, scales, n_rows,
     WARPGROUP: gl.constexpr, HAS_ROWS: gl.constexpr, SAVES: gl.constexpr,
 ):  # fmt: skip
     width = pipe.n_columns * TILE
     for tile in range(pipe.first, pipe.last):
+        # Scales are loaded before the product, so that they arrive meanwhile.
+        of_x, of_columns, of_h = _scales(pipe, scales, tile, n_rows, WARPGROUP)
         upper, lower = multiply(pipe, tile, WARPGROUP)
         row, column, place = _place(pipe, tile, WARPGROUP)
         if row < n_rows:
-            half_of_x = gl.load(scales[0] + row) * 0.5
-            unit = _inverse(gl.load(scales[2] + row))
+            unit = _inverse(of_h)
             uppers = quarters(upper)
             lowers = quarters(lower)
             for j in gl.static_range(2):
                 begin = column + j * BLOCK_K
-                scale = _of_columns(scales[1], begin) * half_of_x
+                scale = of_columns[j] * (of_x * 0.5)
                 h0, slope0 = _h_and_slope(uppers[j] * scale)
                 if SAVES:
                     store_slope(slope_ptr + slope_place(place, 0, j), slope0 * 0.5)
@@ -151,19 +164,20 @@ def _dsilu(
 ):  # fmt: skip
     width = pipe.n_columns * TILE
     for tile in range(pipe.first, pipe.last):
-        # The slopes are read before the product, so that they arrive meanwhile. A consumer without
-        # rows reads others.
+        # Slopes and scales are loaded before the product, so that they arrive meanwhile. A consumer
+        # without rows loads others.
         block = gl.minimum(tile // pipe.n_columns * 2 + WARPGROUP, (n_rows - 1) // TILE)
         slopes = load_slopes(slope_ptr, block * pipe.n_columns + tile % pipe.n_columns)
+        of_dy, of_columns, of_dz = _scales(pipe, scales, tile, n_rows, WARPGROUP)
         upper, lower = multiply(pipe, tile, WARPGROUP)
         row, column, _place_of_slopes = _place(pipe, tile, WARPGROUP)
         if row < n_rows:
-            in_units = gl.load(scales[0] + row) * _inverse(gl.load(scales[2] + row))
+            in_units = of_dy * _inverse(of_dz)
             uppers = quarters(upper)
             lowers = quarters(lower)
             for j in gl.static_range(2):
                 begin = column + j * BLOCK_K
-                scale = _of_columns(scales[1], begin) * in_units
+                scale = of_columns[j] * in_units
                 dz0 = uppers[j] * slope_of(slopes[j]) * scale
                 if HAS_ROWS:
                     _store_rows(rows_ptr, dz0, row, begin, n_rows, width)

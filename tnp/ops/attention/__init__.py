@@ -9,7 +9,8 @@ which keys a query sees.
 Our implementations, `separate` and `fused`, share the forward pass and differ in the backward pass.
 `separate` gives gradients that are equal from run to run. `fused` may add dq up in any order.
 `portable` is `separate` without Hopper's warp-specialized kernels. `e4m3` computes both products
-of the forward pass in 8 bits, and has no backward pass. `tnp_lab` adds `wmma` and `cute`.
+of the forward pass in 8 bits, and has the backward pass of `fused`. `tnp_lab` adds `wmma` and
+`cute`.
 """
 
 from __future__ import annotations
@@ -193,11 +194,16 @@ OPERATOR = Operator(
         Implementation(
             "e4m3",
             forward=IN_8_BITS,
+            backward=FUSED,
             supported=eight_bit.supported,
             dtypes=("bfloat16",),
-            options=definition.OPTIONS,
+            options=eight_bit.TAKEN,
             precision="e4m3",
-            budget=Budget(emulate=eight_bit.held, rounded=eight_bit.rounded),
+            budget=Budget(
+                emulate=eight_bit.held,
+                rounded=eight_bit.rounded,
+                differentiates=eight_bit.differentiates,
+            ),
             work=eight_bit.work,
         ),
         Implementation(

@@ -14,6 +14,7 @@ Up to `SAVED_ROWS` rows the forward pass saves panels of x and h, and z or its s
 With more rows it saves nothing ("again"). The backward pass then computes z again, in chunks.
 """
 
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import NamedTuple
@@ -31,7 +32,8 @@ from tnp.ops._shared import (
     triton_silu_8bit,
 )
 from tnp.ops._shared.blocks_8bit import Blocks, panels_shape
-from tnp.ops._shared.operands import hidden_width, of_down, of_up, rows_of
+from tnp.ops._shared.hopper_norm_8bit import norm_quantizer
+from tnp.ops._shared.operands import Rows, hidden_width, of_down, of_up, rows_of
 from tnp.ops._shared.rows_8bit import E4M3, InRows, n_norms, row_product, rows_quantizer
 from tnp.ops.mlp import SAVED_ROWS
 from tnp.ops.mlp.composed import CHUNK_ROWS, NAMES, empty_backward, hopper_refuses
@@ -44,6 +46,10 @@ class Kernels(NamedTuple):
     blocks: ModuleType  # quantize activations
     products: ModuleType
     gradients: ModuleType  # of weights
+
+    def rows(self, x: Tensor, contiguous: bool = False) -> Rows:
+        """Returns how the kernels read x as rows."""
+        return rows_of(x, tma=self.blocks is hopper_blocks_8bit, contiguous=contiguous)
 
 
 HOPPER = Kernels(hopper_blocks_8bit, hopper_silu_8bit, hopper_gradient_8bit)
@@ -91,7 +97,7 @@ class Hidden:
         save: bool,
     ) -> None:  # fmt: skip
         d, width = x.shape[-1], hidden_width(up.shape[0])
-        stride = rows_of(x).stride
+        stride = kernels.rows(x).stride
         self.quantize = kernels.blocks.blocks_quantizer(
             (n, d), stride, n_norms((width, d)), panels=save
         )
@@ -107,7 +113,7 @@ class Hidden:
 def prepare(call: Call, config, inputs, *, kernels: Kernels, again: bool = False):
     """Prepares the forward pass, over chunks of rows if `again`."""
     x, up, down = inputs
-    shape, rows = x.shape, rows_of(x)
+    shape, rows = x.shape, kernels.rows(x)
     width, d = hidden_width(up.shape[0]), x.shape[-1]
     save = bool(call.wanted) and not again
     of_up = rows_quantizer(up, up.shape, up.stride(), (width, d))
@@ -133,6 +139,32 @@ def prepare(call: Call, config, inputs, *, kernels: Kernels, again: bool = False
     return launch
 
 
+def prepare_normed(call: Call, inputs: tuple[Tensor, ...]) -> Callable:
+    """Prepares add_rms_norm and the layer, for calls that kernel `FORWARD_SLOPE` serves.
+
+    The norm writes its result in 8 bits alone. The launch takes (x, update, weight of the norm, up,
+    down) and (eps,), and returns (sum, y) and what the layer saves.
+    """
+    x, update, _weight, up, down = inputs
+    shape, n, d, width = x.shape, x.numel() // x.shape[-1], x.shape[-1], hidden_width(up.shape[0])
+    save = bool(call.wanted)
+    of_up = rows_quantizer(up, up.shape, up.stride(), (width, d))
+    of_down = rows_quantizer(down, down.shape, down.stride(), (d, width), hopper_silu_8bit.ORDERED)
+    norm = norm_quantizer(x, update, n_norms((width, d)), panels=save)
+    silu = hopper_silu_8bit.matmul_silu(call.target, (n, width), d, True, save)
+    times = row_product(x)
+
+    def launch(inputs: tuple, scalars: tuple) -> tuple[tuple, tuple]:
+        x, update, weight, up, down = inputs
+        up8, down8 = of_up(up), of_down(down)
+        total, x8 = norm(x, update, weight, *scalars, up8, H_FACTOR)
+        h8, panels, slope = silu(x8, up8)
+        y = times(h8, x8.bound, down8).view(shape)
+        return (total, y), (x8.panels, x8.scale, panels, x8.bound, slope) if save else ()
+
+    return launch
+
+
 # ------------------------------------------------------------------------------ backward
 
 
@@ -143,7 +175,7 @@ def prepare_backward(call: Call, config, inputs, *, kernels: Kernels, again: boo
     """
     (dy,), (x, up, down), _saved = inputs
     shape, width, d = x.shape, hidden_width(up.shape[0]), x.shape[-1]
-    dy_rows, x_rows = rows_of(dy, contiguous=True), rows_of(x)
+    dy_rows, x_rows = kernels.rows(dy, contiguous=True), kernels.rows(x)
     dx_wanted, dup_wanted, ddown_wanted = (name in call.wanted for name in NAMES)
     up_t, down_t = up.t(), down.t()
     of_up_rows = rows_quantizer(up, up.shape, up.stride(), (width, d))

@@ -16,6 +16,7 @@ from tnp.dispatch import devices, plans
 from tnp.dispatch.selection import aligned, choose_implementation, choose_kernel
 from tnp.dispatch.spec import Call, Kernel, Operator, Problem, Reason
 from tnp.dispatch.tuned_tables import Choice
+from tnp.ops.mlp import composed_8bit
 from tnp.ops.projection.products import are_halves
 from tnp.ops.transformer_block import LAYERS, OPERATOR, WEIGHTS, layers
 
@@ -77,6 +78,40 @@ class Layer:
     def empty(self, inputs: tuple, scalars: tuple = ()) -> tuple[tuple, tuple]:
         named = self.operator.of_results(dict(self.operator.call_options(self.call.problem)))
         return self.kernel.empty(self.wanted, inputs, **named)
+
+
+class NormAndMLP:
+    """Runs the second norm and the MLP. On Hopper, a norm before an MLP in 8 bits writes 8 bits.
+
+    Args:
+        norm, mlp: the two layers.
+    """
+
+    def __init__(self, norm: Layer, mlp: Layer) -> None:
+        self.norm, self.mlp = norm, mlp
+        self.together = mlp.kernel is composed_8bit.FORWARD_SLOPE
+        self.run: Callable | None = None
+
+    def forward(self, inputs: tuple, scalars: tuple) -> tuple[tuple, tuple]:
+        """Returns the sum and y of (x, update, weight of the norm, up, down), and what to save."""
+        if self.together:
+            if self.run is None:
+                self.run = composed_8bit.prepare_normed(self.mlp.call, inputs)
+            return self.run(inputs, scalars)
+        *normed, up, down = inputs
+        (total, x), _ = self.norm.forward(tuple(normed), scalars)
+        (y,), saved = self.mlp.forward((x, up, down))
+        return (total, y), (x, *saved)
+
+    def empty(self, inputs: tuple, scalars: tuple) -> tuple[tuple, tuple]:
+        *normed, up, down = inputs
+        (total, x), _ = self.norm.empty(tuple(normed), scalars)
+        (y,), saved = self.mlp.empty((x, up, down))
+        return (total, y), saved if self.together else (x, *saved)
+
+    def split(self, total: torch.Tensor, saved: Sequence[torch.Tensor]) -> tuple:
+        """Returns the MLP's x and what it saved. In 8 bits the sum stands for x: both are alike."""
+        return (total, saved) if self.together else (saved[0], saved[1:])
 
 
 class Keys:
@@ -150,6 +185,7 @@ class Layers:
         self.heads = (batch, n_heads, n_q, head_dim), (n_q * d_model, head_dim, d_model, 1)
         self.scale = (head_dim**-0.5,)
         self.keys = Keys(self.project.call)
+        self.second = NormAndMLP(self.norm_2, self.mlp)
         self.saves = bool(wanted)
 
     def each(self, way: str) -> list[Callable]:
@@ -160,7 +196,8 @@ class Layers:
 
 def _launch(of: Layers, way: str) -> Callable:
     """Returns the launch of a forward pass. `way` is the method of the layers that it calls."""
-    norm_1, project, attend, output, norm_2, mlp = of.each(way)
+    norm_1, project, attend, output, *_ = of.each(way)
+    second = getattr(of.second, way)
     has_update, centred, first, n_q = of.has_update, of.centred, of.first, of.n_q
     (rows, strides), scale, saves = of.rows, of.scale, of.saves
     joined = getattr(of.keys, way)
@@ -175,12 +212,11 @@ def _launch(of: Layers, way: str) -> Callable:
         (o,), of_attention = attend((q, k, v, n_keys, None, None), scale)
         (u,), _ = output((o.as_strided(rows, strides), w_output))
         queries = total.narrow(1, first, n_q) if first else total
-        (sum_, x_2), _ = norm_2((queries, u, norm_mlp), scalars)
-        (y,), of_mlp = mlp((x_2, up, down))
+        results, of_second = second((queries, u, norm_mlp, up, down), scalars)
         if not saves:
-            return (sum_, y), ()
+            return results, ()
         streams = (total, x_1) if has_update else (x_1,)
-        return (sum_, y), (*streams, q, *joined(k, v), o, x_2, *of_attention, *of_mlp)
+        return results, (*streams, q, *joined(k, v), o, *of_attention, *of_second)
 
     launch.choices = of.choices
     return launch
@@ -215,6 +251,7 @@ def prepare_backward(call: Call, config: None, inputs: tuple) -> Callable:
     norm_1, project, attend, output, norm_2, mlp = of.each("backward")
     has_update, first, n_q = of.has_update, of.first, of.n_q
     (rows, strides), (heads, steps), scale, keys = of.rows, of.heads, of.scale, of.keys
+    split = of.second.split
     reaches = [bool(layer.wanted) for layer in (of.norm_2, of.output, of.project, of.norm_1)]
     to_norm_2, to_output, to_project, to_norm_1 = reaches
     h_wanted = "h" in call.wanted
@@ -224,14 +261,15 @@ def prepare_backward(call: Call, config: None, inputs: tuple) -> Callable:
         (dsum, dy), kept, saved = inputs
         h, norm_attention, qkv, w_output, norm_mlp, up, down, n_keys, sum_ = kept
         total = saved[0] if has_update else None
-        x_1, q, k, v, o, x_2, lse, *of_mlp = keys.split(saved[1:] if has_update else saved)
+        x_1, q, k, v, o, lse, *of_second = keys.split(saved[1:] if has_update else saved)
+        x_2, of_mlp = split(sum_, of_second)
         if isinstance(saved, list):  # tensors of a layer are freed after it
             saved.clear()
         dnorm_1 = dqkv = doutput = dnorm_2 = dh = dupdate = dqueries = None
         if dy is None:
             dy = torch.zeros_like(sum_)
         dx, dup, ddown = mlp((dy,), (x_2, up, down), tuple(of_mlp))
-        del x_2, of_mlp
+        del x_2, of_mlp, of_second
         if to_norm_2:
             dqueries, du, dnorm_2 = norm_2((dsum, dx), (sum_, norm_mlp), (), scalars)
         if to_output:

@@ -5,7 +5,7 @@ query rows each, and a producer warp streams blocks of 128 keys and values. `qua
 operands. With f the product of a row's scale, a block's scale and scale·log2(e):
 
     s = f·q kᵀ    m' = max(m, ⌈max_j s_j⌉)    p = 2^(s − m' + 8)    l = l·2^(m − m') + Σ_j p_j
-    o = o·2^(m − m') + p v    and at the end  o / l + vector
+    o = o·2^(m − m') + p v    and at the end  o / l + vector, lse = m − 8 + log2(l) + q·key vector
 
 m is a whole number, so that p keeps the same 4 bits of its significand with any reference. The
 order of blocks then changes results only in what is too small for e4m3. 2^8 uses e4m3's range.
@@ -23,6 +23,7 @@ scores first takes registers for both scores, which leaves two consumers: 514 TF
 
 from collections.abc import Callable
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -37,14 +38,14 @@ from tnp.dispatch.launcher import Bound
 from tnp.dispatch.spec import Call, Kernel, Reason
 from tnp.ops._shared.hopper_primitives import barriers, opaque, structure
 from tnp.ops.attention import eight_bit
-from tnp.ops.attention.definition import OPTIONS
-from tnp.ops.attention.eight_bit.quantize import BLOCK, GROUP, empty_output, quantizer
+from tnp.ops.attention.eight_bit import TAKEN
+from tnp.ops.attention.eight_bit.quantize import BLOCK, GROUP, quantizer
 from tnp.ops.attention.hopper import forward as hopper_forward
 from tnp.ops.attention.hopper import primitives as hopper_primitives
 from tnp.ops.attention.hopper.forward import ForwardConfig, lane_sums, store_part
 from tnp.ops.attention.hopper.forward_pipeline import LAG, ROWS, Pipeline, produce
 from tnp.ops.attention.hopper.primitives import allocate_tiles, head_map, ring, tile
-from tnp.ops.attention.primitives import LOG2_E, forward, rows_layout
+from tnp.ops.attention.primitives import LOG2_E, empty, forward, lse_layout, rows_layout
 
 RANGE = gl.constexpr(eight_bit.RANGE)
 HEAD_DIM = gl.constexpr(64)
@@ -187,7 +188,9 @@ def _attend(pipe, q, q_factor, scales_ptr, step, keys, first, last):
 
 
 @gluon.jit
-def _consumer(pipe, o_desc, part_ptr, vector_ptr, WARPGROUP: gl.constexpr):
+def _consumer(
+    pipe, o_desc, lse_ptr, part_ptr, q_vector_ptr, vector_ptr, WARPGROUP: gl.constexpr
+):  # fmt: skip
     """Attends for the program's items."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 32])
@@ -211,11 +214,16 @@ def _consumer(pipe, o_desc, part_ptr, vector_ptr, WARPGROUP: gl.constexpr):
 
             # These are computed again: kept through the loops over keys they would take registers.
             _index, bh, row, _n_rows, _keys, first, last = pipe.item(i)
+            row += WARPGROUP * ROWS
+            rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
+            at = bh.to(gl.int64) * pipe.n_q + rows
+            q_vector = gl.load(q_vector_ptr + at, mask=rows < pipe.n_q, other=0.0)
+            m += q_vector * pipe.scale_log2 - RANGE
+            offs_d = opaque(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUT)))
+            vector = gl.load(vector_ptr + bh * HEAD_DIM + offs_d)
+            acc += gl.convert_layout(l_i, gl.SliceLayout(1, OUT))[:, None] * vector[None, :]
             if i < pipe.n_whole:
-                offs_d = opaque(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUT)))
-                vector = gl.load(vector_ptr + bh * HEAD_DIM + offs_d)
-                of_row = gl.convert_layout(1.0 / l_i, gl.SliceLayout(1, OUT))
-                o = acc * of_row[:, None] + vector[None, :]
+                o = acc * gl.convert_layout(1.0 / l_i, gl.SliceLayout(1, OUT))[:, None]
                 # Waits until the last tile's output has left shared memory.
                 tma.store_wait(0)
                 # Without `opaque` addresses would be kept through the loops, and spill.
@@ -223,10 +231,9 @@ def _consumer(pipe, o_desc, part_ptr, vector_ptr, WARPGROUP: gl.constexpr):
                 tile(pipe.o, buffer).store(o.to(o_desc.dtype))
                 fence_async_shared()
                 tma.async_copy_shared_to_global(
-                    o_desc,
-                    [bh // pipe.n_heads, bh % pipe.n_heads, row + WARPGROUP * ROWS, 0],
-                    pipe.o.index(buffer),
+                    o_desc, [bh // pipe.n_heads, bh % pipe.n_heads, row, 0], pipe.o.index(buffer)
                 )
+                gl.store(lse_ptr + at, m + gl.log2(l_i), mask=rows < pipe.n_q)
             else:
                 store_part(pipe, part_ptr, i, acc, m, l_i, WARPGROUP)
             step += last - first + LAG
@@ -243,12 +250,13 @@ def _producer(pipe, q_desc, k_desc, v_desc):
 
 @gluon.jit(do_not_specialize=["n_tiles", "n_heads", "n_q", "n_k", "n_whole", "share"])
 def attention_fwd_hopper_8bit_kernel(
-    q_desc, k_desc, v_desc, o_desc, q_scale_ptr, scales_ptr, vector_ptr, part_ptr, n_keys_ptr,
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, part_ptr,
+    q_scale_ptr, q_vector_ptr, scales_ptr, vector_ptr, n_keys_ptr,
     n_tiles, n_heads, n_q, n_k, n_whole, share, scale_log2,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr, CONSUMERS: gl.constexpr,
     HAS_N_KEYS: gl.constexpr,
 ):  # fmt: skip
-    """Writes o of whole query tiles, and the parts of split ones."""
+    """Writes o and lse of whole query tiles, and the parts of split ones."""
     gl.static_assert(CONSUMERS == 3, "three are launched")
     pipe = Pipeline8(
         allocate_tiles(q_desc, 2 * CONSUMERS),
@@ -264,9 +272,9 @@ def attention_fwd_hopper_8bit_kernel(
     # The list is inline: assigned to a name first, its constants would turn into tensors.
     gl.warp_specialize(
         [
-            (_consumer, (pipe, o_desc, part_ptr, vector_ptr, 0)),
-            (_consumer, (pipe, o_desc, part_ptr, vector_ptr, 1)),
-            (_consumer, (pipe, o_desc, part_ptr, vector_ptr, 2)),
+            (_consumer, (pipe, o_desc, lse_ptr, part_ptr, q_vector_ptr, vector_ptr, 0)),
+            (_consumer, (pipe, o_desc, lse_ptr, part_ptr, q_vector_ptr, vector_ptr, 1)),
+            (_consumer, (pipe, o_desc, lse_ptr, part_ptr, q_vector_ptr, vector_ptr, 2)),
             (_producer, (pipe, q_desc, k_desc, v_desc)),
         ],
         [4, 4, 1],
@@ -296,7 +304,7 @@ def prepare(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
     """Prepares the quantization, the kernel, and the sum of parts if tiles are split."""
     q, k, _, n_keys = inputs[:4]
     _, n_heads, n_q, _ = q.shape
-    of_o, rows = rows_layout(q), ROWS.value
+    of_o, of_lse, rows = rows_layout(q), lse_layout(q), ROWS.value
     quantize = quantizer(call, inputs)
     n_tiles, _, (n_whole, n_split, share) = hopper_forward.tiles(call, config)
     kernel = Bound(
@@ -306,22 +314,23 @@ def prepare(call: Call, config: ForwardConfig, inputs: tuple) -> Callable:
         STAGES=config.num_stages, REGISTERS=config.registers, CONSUMERS=config.consumers,
         HAS_N_KEYS=n_keys is not None, num_warps=4,
     )  # fmt: skip
-    of_parts, combine = hopper_forward.parts(call, config, of_o, centred=True)
+    of_parts, combine = hopper_forward.parts(call, config, of_o)
 
     def launch(inputs, scalars):
         q, _, _, n_keys = inputs[:4]
         o = q.new_empty_strided(*of_o)
         x = quantize(inputs)
-        of_split = x.vector.new_empty_strided(*of_parts) if combine else x.vector
+        lse = q.new_empty_strided(*of_lse, dtype=torch.float32)
+        of_split = lse.new_empty_strided(*of_parts) if combine else lse
         kernel(
-            x.q, x.k, x.v, o, x.q_scale, x.scales, x.vector, of_split,
+            x.q, x.k, x.v, o, lse, of_split, x.q_scale, x.q_vector, x.scales, x.vector,
             x.vector if n_keys is None else n_keys, scalars[0] * LOG2_E,
         )  # fmt: skip
         if combine:
-            combine(of_split, o, x.vector)
-        return (o,), ()
+            combine(of_split, o, lse)
+        return (o,), (lse,)
 
     return forward(launch, call)
 
 
-FORWARD = Kernel("hopper_8bit", empty_output, prepare, supported, configs, OPTIONS)
+FORWARD = Kernel("hopper_8bit", empty, prepare, supported, configs, TAKEN)

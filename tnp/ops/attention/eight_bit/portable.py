@@ -1,32 +1,28 @@
 """Computes attention forward in 8 bits in portable Triton, with the same numbers as `hopper`.
 
 It has the same scales and blocks of 128 keys, takes the last block first, and adds up in the same
-order.
+order. It saves `lse` [B, H, n_q] for the backward pass, in float32 and to base 2.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 
 from tnp.dispatch.launcher import Bound
 from tnp.dispatch.spec import Call, Kernel
 from tnp.ops._shared.primitives import KernelConfig, cast, dot, key_count
-from tnp.ops.attention.definition import OPTIONS
-from tnp.ops.attention.eight_bit import RANGE
-from tnp.ops.attention.eight_bit.quantize import (
-    BLOCK,
-    empty_output,
-    key_at,
-    quantizer,
-    value_offsets,
-)
+from tnp.ops.attention.eight_bit import RANGE, TAKEN
+from tnp.ops.attention.eight_bit.quantize import BLOCK, key_at, quantizer, value_offsets
 from tnp.ops.attention.primitives import (
     LOG2_E,
+    empty,
     forward,
     head_ptr,
     load_rows,
+    lse_layout,
     n_query_tiles,
     rows_layout,
     store_rows,
@@ -46,11 +42,12 @@ class Config(KernelConfig):
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])
 def _attention_fwd_8bit_kernel(
-    q8_ptr, k8_ptr, v8_ptr, q_scale_ptr, scales_ptr, vector_ptr, o_ptr, n_keys_ptr,
+    q8_ptr, k8_ptr, v8_ptr, q_scale_ptr, q_vector_ptr, scales_ptr, vector_ptr, o_ptr, lse_ptr,
+    n_keys_ptr,
     stride_ob, stride_oh, stride_om, n_heads, n_q, n_k, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, HAS_N_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Writes o. A program owns a tile of queries."""
+    """Writes o and lse. A program owns a tile of queries."""
     n_tiles = tl.cdiv(n_q, BLOCK_M)
     pid_bh = tl.program_id(0) // n_tiles
     offs_m = tl.program_id(0) % n_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -94,6 +91,10 @@ def _attention_fwd_8bit_kernel(
     o += tl.load(vector_ptr + pid_bh * HEAD_DIM + offs_d)[None, :]
     o_ptr = head_ptr(o_ptr, stride_ob, stride_oh, pid_bh, n_heads)
     store_rows(o_ptr, o, offs_m, n_q, stride_om, HEAD_DIM)
+    at = head * n_q + offs_m
+    q_vector = tl.load(q_vector_ptr + at, mask=offs_m < n_q, other=0.0)
+    lse = m_i - _RANGE + tl.math.log2(l_i) + q_vector * scale_log2
+    tl.store(lse_ptr + at, lse, mask=offs_m < n_q)
 
 
 def configs(call: Call) -> tuple[Config, ...]:
@@ -105,7 +106,7 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
     """Prepares the quantization, and one launch with a program for each tile of queries."""
     q, k, _, n_keys = inputs[:4]
     _, n_heads, n_q, head_dim = q.shape
-    of_o = rows_layout(q)
+    of_o, of_lse = rows_layout(q), lse_layout(q)
     quantize = quantizer(call, inputs)
     kernel = Bound(
         _attention_fwd_8bit_kernel, (n_query_tiles(call, config.block_m),),
@@ -116,14 +117,15 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
     def launch(inputs, scalars):
         q, _, _, n_keys = inputs[:4]
         o = q.new_empty_strided(*of_o)
+        lse = q.new_empty_strided(*of_lse, dtype=torch.float32)
         x = quantize(inputs)
         kernel(
-            x.q, x.k, x.v, x.q_scale, x.scales, x.vector, o,
+            x.q, x.k, x.v, x.q_scale, x.q_vector, x.scales, x.vector, o, lse,
             x.vector if n_keys is None else n_keys, scalars[0] * LOG2_E,
         )  # fmt: skip
-        return (o,), ()
+        return (o,), (lse,)
 
     return forward(launch, call)
 
 
-FORWARD = Kernel("triton_8bit", empty_output, prepare, configs=configs, options=OPTIONS)
+FORWARD = Kernel("triton_8bit", empty, prepare, configs=configs, options=TAKEN)

@@ -1,8 +1,9 @@
 """Quantizes q, k and v to 8 bits (e4m3) for attention forward, in one launch of Triton.
 
 Keys and values are centred first. Softmax does not change if one vector is subtracted from all
-keys. The vector that is subtracted from all values is added to the output in float32. Any vector is
-right, so the mean of at most `SAMPLED` rows serves.
+keys. A row's scores all lose q·vector, which is added to lse in float32. The vector that is
+subtracted from all values is added to the output in float32. Any vector is right, so the mean of at
+most 128 rows serves.
 
 The rest is scaled by powers of two, so that the largest element lies between half of e4m3's range
 and all of it. Each row of q, block of 128 keys and block of 128 values has a scale of its own.
@@ -27,14 +28,13 @@ from tnp.dispatch.spec import Call
 from tnp.ops._shared.operands import dense
 from tnp.ops._shared.primitives import cast, exponent, inverse, key_count, nan_outside, power
 from tnp.ops.attention import eight_bit
-from tnp.ops.attention.primitives import head_ptr, load_rows, row_strides, rows_layout
+from tnp.ops.attention.primitives import head_ptr, load_rows, row_strides
 
 E4M3 = torch.float8_e4m3fn
 BLOCK = tl.constexpr(eight_bit.BLOCK)
-SAMPLED = tl.constexpr(eight_bit.SAMPLED)
 LEAST = tl.constexpr(eight_bit.LEAST)
 GROUP = tl.constexpr(64)  # keys of a transposed tile
-BLOCKS = 4  # blocks of keys that a program quantizes; each program computes the means again
+BLOCKS = 4  # blocks of rows that a program quantizes; each program computes the means again
 NUM_WARPS = 8
 
 
@@ -55,13 +55,11 @@ def value_offsets(block, positions, offs_d, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _mean(ptr, n_keys, stride_n, HEAD_DIM: tl.constexpr):
-    """Returns the mean [D], float32, of at most `SAMPLED` rows spread evenly over a sample."""
-    n = tl.minimum(n_keys, SAMPLED)
-    total = tl.zeros([HEAD_DIM], tl.float32)
-    for begin in tl.range(0, SAMPLED, BLOCK):
-        i = begin + tl.arange(0, BLOCK)
-        rows = tl.where(i < n, i.to(tl.int64) * n_keys // n, n_keys)
-        total += tl.sum(load_rows(ptr, rows, n_keys, stride_n, HEAD_DIM, True).to(tl.float32), 0)
+    """Returns the mean [D], float32, of at most BLOCK rows spread evenly over a sample."""
+    n = tl.minimum(n_keys, BLOCK)
+    i = tl.arange(0, BLOCK)
+    rows = tl.where(i < n, i.to(tl.int64) * n_keys // n, n_keys)
+    total = tl.sum(load_rows(ptr, rows, n_keys, stride_n, HEAD_DIM, True).to(tl.float32), 0)
     return tl.math.div_rn(total, tl.zeros([HEAD_DIM], tl.float32) + n)
 
 
@@ -76,7 +74,8 @@ def _centred(ptr, vector, offs_n, n_keys, stride_n, HEAD_DIM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])
 def _quantize_kernel(
-    q_ptr, k_ptr, v_ptr, q8_ptr, k8_ptr, v8_ptr, q_scale_ptr, scales_ptr, vector_ptr, n_keys_ptr,
+    q_ptr, k_ptr, v_ptr, q8_ptr, k8_ptr, v8_ptr, q_scale_ptr, q_vector_ptr, scales_ptr, vector_ptr,
+    n_keys_ptr,
     stride_qb, stride_qh, stride_qm,
     stride_kb, stride_kh, stride_kn,
     stride_vb, stride_vh, stride_vn,
@@ -85,56 +84,63 @@ def _quantize_kernel(
 ):  # fmt: skip
     """Writes the 8-bit operands and their scales.
 
-    Programs below `n_key_programs` take BLOCKS blocks of keys and values, the others take queries.
+    Programs below `n_key_programs` take BLOCKS blocks of keys and values, the others take BLOCKS
+    blocks of queries.
     """
     program = tl.program_id(0)
+    of_keys = program < n_key_programs
+    n_rows = tl.where(of_keys, n_k, n_q)
+    program -= tl.where(of_keys, 0, n_key_programs)
+    n_chunks = tl.cdiv(tl.cdiv(n_rows, BLOCK), BLOCKS)
+    pid_bh = program // n_chunks
+    first = program % n_chunks * BLOCKS
     offs_d = tl.arange(0, HEAD_DIM)
-    if program < n_key_programs:
+    positions = tl.arange(0, BLOCK)
+    n_keys = key_count(n_keys_ptr, pid_bh // n_heads, n_k, HAS_N_KEYS)
+    k_ptr = head_ptr(k_ptr, stride_kb, stride_kh, pid_bh, n_heads)
+    key_vector = _mean(k_ptr, n_keys, stride_kn, HEAD_DIM)
+    if of_keys:
         n_blocks = tl.cdiv(n_k, BLOCK)
-        n_chunks = tl.cdiv(n_blocks, BLOCKS)
-        pid_bh = program // n_chunks
-        first = program % n_chunks * BLOCKS
-        k_ptr = head_ptr(k_ptr, stride_kb, stride_kh, pid_bh, n_heads)
         v_ptr = head_ptr(v_ptr, stride_vb, stride_vh, pid_bh, n_heads)
         k8_ptr += pid_bh.to(tl.int64) * n_k * HEAD_DIM
         v8_ptr += pid_bh.to(tl.int64) * n_blocks * BLOCK * HEAD_DIM
         scales_ptr += pid_bh.to(tl.int64) * n_blocks * 2
-        n_keys = key_count(n_keys_ptr, pid_bh // n_heads, n_k, HAS_N_KEYS)
-        of_keys = _mean(k_ptr, n_keys, stride_kn, HEAD_DIM)
-        of_values = _mean(v_ptr, n_keys, stride_vn, HEAD_DIM)
+        value_vector = _mean(v_ptr, n_keys, stride_vn, HEAD_DIM)
         if first == 0:
             # It is added to the output, which so becomes NaN if n_keys is out of range.
-            vector = nan_outside(of_values, n_keys_ptr, pid_bh // n_heads, n_k, HAS_N_KEYS)
+            vector = nan_outside(value_vector, n_keys_ptr, pid_bh // n_heads, n_k, HAS_N_KEYS)
             tl.store(vector_ptr + pid_bh * HEAD_DIM + offs_d, vector)
         last = tl.minimum(first + BLOCKS, tl.cdiv(n_keys, BLOCK))
-        positions = tl.arange(0, BLOCK)
         for block in tl.range(first, last):
             keys = block * BLOCK + positions
-            k, largest, e = _centred(k_ptr, of_keys, keys, n_keys, stride_kn, HEAD_DIM)
+            k, largest, e = _centred(k_ptr, key_vector, keys, n_keys, stride_kn, HEAD_DIM)
             k8 = cast(k * inverse(largest, e), k8_ptr.dtype.element_ty)
             k8_ptrs = k8_ptr + keys.to(tl.int64)[:, None] * HEAD_DIM + offs_d[None, :]
             tl.store(k8_ptrs, k8, mask=keys[:, None] < n_k)
             tl.store(scales_ptr + 2 * block, power(e))
             keys = block * BLOCK + key_at(positions)
-            v, largest, e = _centred(v_ptr, of_values, keys, n_keys, stride_vn, HEAD_DIM)
+            v, largest, e = _centred(v_ptr, value_vector, keys, n_keys, stride_vn, HEAD_DIM)
             v8 = cast(v * inverse(largest, e), v8_ptr.dtype.element_ty)
             offsets = value_offsets(block, positions[:, None], offs_d[None, :], HEAD_DIM)
             tl.store(v8_ptr + offsets, v8)
             tl.store(scales_ptr + 2 * block + 1, e.to(tl.float32))
     else:
-        program -= n_key_programs
-        n_blocks = tl.cdiv(n_q, BLOCK)
-        pid_bh = program // n_blocks
-        rows = program % n_blocks * BLOCK + tl.arange(0, BLOCK)
+        # It is added to lse, which so becomes NaN if n_keys is out of range.
+        key_vector = nan_outside(key_vector, n_keys_ptr, pid_bh // n_heads, n_k, HAS_N_KEYS)
         q_ptr = head_ptr(q_ptr, stride_qb, stride_qh, pid_bh, n_heads)
-        q = load_rows(q_ptr, rows, n_q, stride_qm, HEAD_DIM, True).to(tl.float32)
-        largest = tl.max(tl.abs(q), 1)
-        e = exponent(largest, LEAST)
-        q8 = cast(q * inverse(largest, e)[:, None], q8_ptr.dtype.element_ty)
         first_row = pid_bh.to(tl.int64) * n_q
-        q8_ptrs = q8_ptr + (first_row + rows)[:, None] * HEAD_DIM + offs_d[None, :]
-        tl.store(q8_ptrs, q8, mask=rows[:, None] < n_q)
-        tl.store(q_scale_ptr + first_row + rows, power(e), mask=rows < n_q)
+        last = tl.minimum(first + BLOCKS, tl.cdiv(n_q, BLOCK))
+        for block in tl.range(first, last):
+            rows = block * BLOCK + positions
+            q = load_rows(q_ptr, rows, n_q, stride_qm, HEAD_DIM, True).to(tl.float32)
+            largest = tl.max(tl.abs(q), 1)
+            e = exponent(largest, LEAST)
+            q8 = cast(q * inverse(largest, e)[:, None], q8_ptr.dtype.element_ty)
+            q8_ptrs = q8_ptr + (first_row + rows)[:, None] * HEAD_DIM + offs_d[None, :]
+            tl.store(q8_ptrs, q8, mask=rows[:, None] < n_q)
+            tl.store(q_scale_ptr + first_row + rows, power(e), mask=rows < n_q)
+            q_vector = tl.sum(q * key_vector[None, :], 1)
+            tl.store(q_vector_ptr + first_row + rows, q_vector, mask=rows < n_q)
 
 
 @dataclass(frozen=True)
@@ -145,6 +151,7 @@ class Quantized:
     k: [B, H, n_k, D] e4m3, minus a vector, in units of scales[…, 0].
     v: [B, H, n_k padded to 128, D] e4m3, minus `vector`, in units of 2^scales[…, 1]. Each 64 keys
         are a transposed tile, in the order of `key_at`.
+    q_vector: [B, H, n_q] float32, the product of q and the vector that keys lack.
     scales: [B, H, blocks of 128 keys, 2] float32.
     vector: [B, H, D] float32, to be added to the output.
 
@@ -156,6 +163,7 @@ class Quantized:
     k: Tensor
     v: Tensor
     q_scale: Tensor
+    q_vector: Tensor
     scales: Tensor
     vector: Tensor
 
@@ -170,13 +178,14 @@ def quantizer(call: Call, inputs: tuple) -> Callable[[tuple], Quantized]:
     n_k = k.shape[2]
     blocks = triton.cdiv(n_k, BLOCK.value)
     key_programs = batch * n_heads * triton.cdiv(blocks, BLOCKS)
-    q_programs = batch * n_heads * triton.cdiv(n_q, BLOCK.value)
+    q_programs = batch * n_heads * triton.cdiv(triton.cdiv(n_q, BLOCK.value), BLOCKS)
     in_8_bits = (
         dense(batch, n_heads, n_q, head_dim),
         dense(batch, n_heads, n_k, head_dim),
         dense(batch, n_heads, blocks * BLOCK.value, head_dim),
     )
     in_float32 = (
+        dense(batch, n_heads, n_q),
         dense(batch, n_heads, n_q),
         dense(batch, n_heads, blocks, 2),
         dense(batch, n_heads, head_dim),
@@ -195,9 +204,3 @@ def quantizer(call: Call, inputs: tuple) -> Callable[[tuple], Quantized]:
         return Quantized(*made)
 
     return quantize
-
-
-def empty_output(wanted: tuple[str, ...], inputs: tuple) -> tuple[tuple, tuple]:
-    """Returns o [B, H, n_q, D], in memory [B, n_q, H, D]. Nothing is saved."""
-    q = inputs[0]
-    return (q.new_empty_strided(*rows_layout(q)),), ()
