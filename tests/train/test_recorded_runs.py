@@ -210,6 +210,17 @@ def test_a_recipe_has_all_that_a_run_shares_with_its_baseline(tmp_path):
     assert not recipe.keys() & {"seed", "variant", "run"}
 
 
+def test_a_control_trains_with_rounded_products(tmp_path):
+    rows = {
+        name: run(tmp_path / name, dtype="bfloat16", **changes)[0][-1]
+        for name, changes in (("plain", {}), ("e5m2", {"products": "e5m2"}))
+    }
+    assert rows["plain"]["products"] == "" and rows["e5m2"]["products"] == "e5m2"
+    assert rows["plain"]["recipe"] == rows["e5m2"]["recipe"]
+    assert rows["plain"]["loss"] != rows["e5m2"]["loss"]
+    assert rows["plain"]["loss"] == pytest.approx(rows["e5m2"]["loss"], abs=0.1)
+
+
 def test_learns_from_context(tmp_path, monkeypatch):
     monkeypatch.setattr(recorded_runs, "N_HELD_OUT_BATCHES", MANY)
     rows, _ = run(tmp_path, steps=200, eval_every=200, warmup_steps=20)

@@ -156,6 +156,9 @@ EVIDENCE = [
 # other packages. "own": any operator of ours is in it.
 ROLES = ("baseline", "peer", "own")
 
+# Formats of products that controls of training emulate.
+EMULATED = ("e4m3", "e5m2", "e4m3_unscaled")
+
 # Their rows measure the best rates of the device itself.
 CEILINGS = ("ceiling_matmul", "ceiling_copy", "ceiling_read")
 # `ceiling_matmul` has a row for each of these number formats, as the row's dtype.

@@ -28,6 +28,7 @@ from tnp.tasks.images import ImageTasks
 from tnp.tasks.sizes import varying_sizes
 from tnp.tasks.sources import MAX_POINTS
 from tnp.tasks.task import Task
+from tnp.train.emulated_products import emulated
 from tnp.train.loop import LATEST, WATCHED, Diverged, Report, cosine, fit, load_state
 from tnp.train.step import TrainingStep
 
@@ -65,7 +66,7 @@ def run(
         parameters: run, source, batch, n_context, n_target, variant, variant_spec, model, dtype,
             steps, learning_rate, warmup_steps, eval_every, seed; where given `max_grad_norm`,
             `vary` (sizes of training tasks), `held_out_vary` (sizes of held-out tasks), `study`,
-            `baseline` and `operators`.
+            `baseline`, `operators` and `products` (the format that a control emulates).
         device: where to train.
         checkpoint_dir: the folder of this run's checkpoints; no other run or code shares it.
         on_row: receives every row of table `training`, also rows before a resume.
@@ -110,20 +111,22 @@ def run(
             bar.set_postfix(held_out=f"{report[WATCHED]:.3f}")
             on_row(constant | report)
 
+        evaluation = Evaluation(held_out, parameters)
         try:
-            fit(
-                step,
-                tasks,
-                parameters["steps"],
-                schedule=lambda index: cosine(
-                    index, *(parameters[x] for x in ("learning_rate", "warmup_steps", "steps"))
-                ),
-                evaluate=Evaluation(held_out, parameters),
-                every=parameters["eval_every"],
-                folder=checkpoint_dir,
-                on_report=log,
-                about=parameters,
-            )
+            with emulated(constant["products"]):
+                fit(
+                    step,
+                    tasks,
+                    parameters["steps"],
+                    schedule=lambda index: cosine(
+                        index, *(parameters[x] for x in ("learning_rate", "warmup_steps", "steps"))
+                    ),
+                    evaluate=evaluation,
+                    every=parameters["eval_every"],
+                    folder=checkpoint_dir,
+                    on_report=log,
+                    about=parameters,
+                )
         except Diverged as error:
             log(error.report)
             return model

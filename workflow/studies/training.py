@@ -7,6 +7,7 @@ from pydantic import Field
 
 from tnp.gates import GATES, generic_gates
 from tnp.model.variants import most_storage
+from tnp.store.schemas import EMULATED
 from tnp.tasks.sources import MAX_POINTS
 from workflow import models, settings, shapes, sources
 from workflow.faults import Fault, Place, unknown
@@ -23,6 +24,7 @@ class Settings(Section):
     n_target: settings.Size = ABSENT
     model: settings.kept(settings.Model) = ABSENT
     variant: str
+    products: settings.one_of(*EMULATED) = ABSENT  # of a control: the format that is emulated
     baseline: str = ABSENT  # variant of the run that this one is compared with
     steps: settings.Size
     learning_rate: settings.Share
@@ -67,7 +69,8 @@ class Training(Study):
     def _faults_of_pairs(self, config: Config) -> Iterator[Fault]:
         """Yields runs without the run that they are compared with."""
         runs = self.spec(config)
-        known = [(spec.variant, _recipe(spec)) for spec in runs.values()]
+        plain = [spec for spec in runs.values() if spec.products is None]
+        known = [(spec.variant, _recipe(spec)) for spec in plain]
         for name, spec in runs.items():
             if spec.baseline is not None and (spec.baseline, _recipe(spec)) not in known:
                 what = (
@@ -91,7 +94,7 @@ class Training(Study):
 
 def _recipe(spec: Settings) -> str:
     """Returns all of a run's settings but those by which it may differ from its baseline."""
-    own = ("variant", "baseline", "study", "eval_every")
+    own = ("variant", "products", "baseline", "study", "eval_every")
     return repr(sorted((name, value) for name, value in spec.given().items() if name not in own))
 
 
@@ -102,7 +105,7 @@ def _faults(place: Place, spec: Settings, config: Config) -> Iterator[Fault]:
             yield Fault((*place, key), unknown(key, getattr(spec, key), names))
     if spec.baseline is not None and spec.baseline not in known:
         yield Fault((*place, "baseline"), unknown("variant", spec.baseline, known))
-    if spec.baseline == spec.variant:
+    if spec.baseline == spec.variant and spec.products is None:
         what = f"{spec.variant!r} is the run's own variant: name the one to compare it with"
         yield Fault((*place, "baseline"), what)
     if place[-1] in (*GATES, *generic_gates()):
