@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tnp.experiment.failures import TRANSIENT
+from tnp.gates import gate
 from tnp.store.schemas import TABLES
 from workflow.attempts import ATTEMPTS, Attempts, attempt, tried_out
 
@@ -16,7 +17,10 @@ QUERY = (
 
 
 def red_gates(files: Iterable[Path]) -> list[str]:
-    """Returns a sentence for each gate in `files` that has a failed check or raised an error."""
+    """Returns a sentence for each gate in `files` that has a failed check or raised an error.
+
+    A gate that only records a measure has none.
+    """
     from tnp.store.files import read_table
 
     sentences = []
@@ -24,7 +28,7 @@ def red_gates(files: Iterable[Path]) -> list[str]:
         rows = read_table(Path(file), "gates").to_pylist()
         harmless = ("unsupported", *TRANSIENT)
         red = [row for row in rows if row["status"] not in harmless and not row["passed"]]
-        if red:
+        if red and gate(red[0]["gate"]).blocks:
             first = red[0]
             why = first["reason"] or (
                 f"{first['check']}: {first['metric']} {first['value']:.3g}, "

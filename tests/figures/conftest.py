@@ -172,6 +172,15 @@ def training_rows(
     return {"training_curves": rows}
 
 
+def seed_rows(verdict: str, device: str = GPU, **columns: object) -> dict[str, list[Row]]:
+    """Five seeds of `fused`, compared with `separate`."""
+    row = {"device": device, "recipe": "{}", "source": "images", "steps": 2000, "products": ""}
+    row |= {name: value for name, value in sized("small").items() if name != "shape"}
+    row |= {"variant": "fused", "baseline_variant": "separate", "n_seeds": 5, "n_pairs": 5}
+    row |= {"mean_difference": 0.001, "difference_low": -0.002, "difference_high": 0.004}
+    return {"training_seeds": [row | {"margin": 0.01, "verdict": verdict} | columns]}
+
+
 def paired_rows(device: str = GPU) -> dict[str, list[Row]]:
     """Run `gp_small` of `training_rows` and one through `separate`, found equivalent to it."""
     key = {"device": device, "variant": "separate", "run": "gp_small_separate"}

@@ -291,6 +291,25 @@ def test_training_says_what_the_paired_runs_showed(drawn: Drawn, equivalent: boo
     assert "not comparable" in unwrapped(drawn("training", tables))
 
 
+def test_training_says_of_seeds_what_their_rows_say(drawn: Drawn) -> None:
+    """A run of several seeds has no panel of its own."""
+    runs = sample.training_rows(0.5, -1.5)
+    equal = "less accurate a step, equal in training"
+    control = sample.seed_rows("diverged", products="e5m2", n_pairs=0)
+    of_seed = sample.training_rows(0.3, -1.5, run="seeds_small_0")
+    for row in of_seed["training_curves"]:
+        row["recipe"] = "{}"
+    chart = drawn("training", runs, of_seed, sample.seed_rows(equal), control)
+    assert title(chart).startswith(f"Ours beside our deterministic attention: {equal}; gp_small")
+    said = unwrapped(chart)
+    assert f"2,000 steps: ours: 5 of 5 seeds, {equal}" in said
+    assert "ours in e5m2: 0 of 5 seeds, diverged" in said and "seeds_small_0" not in said
+
+    other = sample.seed_rows("not known", source="gaussian_process")
+    found = title(drawn("training", runs, sample.seed_rows(equal), other))
+    assert f"not known on gaussian process 64 × (64, 500), {equal} on images 64" in found
+
+
 def test_ablation_names_what_our_step_needs_most(drawn: Drawn) -> None:
     gains = {("mlp", "mid"): 1.0, ("attention", "mid"): 2.5, ("attention", "small"): 2.0}
     chart = drawn("ablation", sample.ablation_rows(gains))

@@ -26,7 +26,12 @@ VIEWS = {
     " n_context integer, n_target integer, dtype text, seed integer, step integer, loss double,"
     " heldout_log_likelihood double, heldout_log_likelihood_shuffled double,"
     " heldout_log_likelihood_stderr double, exact_log_likelihood double,"
-    " prior_log_likelihood double, gap_closed double, nats_from_context double, study varchar",
+    " prior_log_likelihood double, gap_closed double, nats_from_context double, study varchar,"
+    " recipe varchar",
+    "training_seeds": "device text, recipe varchar, source text, batch integer, n_context integer,"
+    " n_target integer, steps integer, variant text, products varchar, baseline_variant text,"
+    " n_seeds bigint, n_pairs bigint, mean_difference double, difference_low double,"
+    " difference_high double, margin double, verdict text",
     "training_differences": "device text, run text, variant text, step integer, difference double",
     "training_equivalence": "device text, run text, variant text, baseline_run text,"
     " baseline_variant text, first_step integer, last_step integer, mean_difference double,"

@@ -7,8 +7,8 @@ from tests.gates import marks_of
 from tnp.gates import GATES, run_gate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Compiled by tests/gates/test_compile.py, run by `make all`, and red for 8 bits, which no variant
-# has for that reason: tests/gates/test_batch_noise.py tests its measure.
+# Compiled by tests/gates/test_compile.py, run by `make all`, and a measure that is red for 8 bits,
+# which tests/gates/test_batch_noise.py tests.
 ELSEWHERE = {"kernels", "checkpointing", "batch_noise"}
 
 

@@ -1,17 +1,20 @@
 """Views of training runs, by values computed by hand."""
 
-from collections.abc import Callable
+import json
+import math
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import numpy as np
 import pytest
 
-from tests.sql.conftest import NOW, PROVENANCE, Query, Tables
+from tests.sql.conftest import NOW, PROVENANCE, Query, Tables, check, one
 
 
 def training_run(run: str, losses: list[float], **columns: object) -> Tables:
-    """Logged every 50 steps."""
+    """Logged every 50 steps, and compared with `gp_small_sdpa`, which is compared with none."""
     row = PROVENANCE | {"config_id": run, "run": run, "variant": run, "seed": 0, "batch": 64}
+    row |= {"baseline": "" if run == "gp_small_sdpa" else "gp_small_sdpa"}
     row |= {"learning_rate": 1e-4}
     row |= {"source": "gaussian_process", "n_context": 64, "n_target": 500, "dtype": "bfloat16"}
     rows = [row | {"step": 50 * (i + 1), "loss": loss} for i, loss in enumerate(losses)]
@@ -68,6 +71,155 @@ def test_training_without_a_null_pair_has_the_least_margin(store: Callable[..., 
     )
     (row,) = query("from training_equivalence")
     assert (row["margin"], row["n_rows"], row["equivalent"]) == (0.01, 2, True)
+
+
+def test_early_rows_name_no_baseline_and_are_compared_as_they_were(
+    store: Callable[..., Query],
+) -> None:
+    losses, early = [2.0, 1.5, 1.0, 0.9], {"baseline": None}
+    query = store(
+        training_run("gp_small_sdpa", losses, variant="sdpa_cudnn_padded", **early),
+        training_run("gp_small_fused", losses, **early),
+        training_run("gp_other", losses, **early),
+    )
+    row = one(query, "from training_equivalence")
+    assert (row["run"], row["baseline_variant"]) == ("gp_small_fused", "sdpa_cudnn_padded")
+
+
+def test_a_curve_is_compared_with_no_run_of_another_model(store: Callable[..., Query]) -> None:
+    losses = [2.0, 1.5, 1.0, 0.9]
+    query = store(
+        training_run("gp_small_sdpa", losses, recipe='{"model": 1}'),
+        training_run("gp_small_fused", losses, recipe='{"model": 2}'),
+    )
+    assert query("from training_equivalence") == []
+
+
+RECIPE = {"source": "images", "batch": 4, "n_context": 9, "n_target": 3, "steps": 100}
+SEEDS = range(5)
+DIFFERENCES = 0.001, -0.002, 0.003, 0.0, 0.002
+
+
+def seed_runs(
+    variant: str,
+    likelihoods: Sequence[float | None],
+    seeds: Sequence[int] = SEEDS,
+    recipe: dict = RECIPE,
+    **columns: object,
+) -> list[Tables]:
+    """A run for each likelihood at the end. One whose likelihood is None diverged after a step."""
+    runs = []
+    for seed, likelihood in zip(seeds, likelihoods, strict=True):
+        last = {"step": recipe["steps"], "heldout_log_likelihood": likelihood, "loss": 0.1}
+        if likelihood is None:
+            last = {"step": 1, "heldout_log_likelihood": math.nan, "loss": math.nan}
+        row = PROVENANCE | {"run": f"{variant}_{seed}", "variant": variant, "seed": seed}
+        row |= {"recipe": json.dumps(recipe), "operators": json.dumps({"mlp": "e4m3"})}
+        row |= {"heldout_coverage": 0.9, "baseline": "fused" if variant != "fused" else ""}
+        first = {"step": 0, "heldout_log_likelihood": -1.0, "loss": None}
+        runs.append({"training": [row | first | columns, row | last | columns]})
+    return runs
+
+
+FUSED = [0.7 + 0.01 * seed for seed in SEEDS]  # seeds differ by more than variants
+ALIKE = [of + by for of, by in zip(FUSED, DIFFERENCES, strict=True)]
+
+
+def test_seeds_are_compared_in_pairs(store: Callable[..., Query]) -> None:
+    covered = [0.9 + by for by in (0.002, -0.001, 0.001, 0.0, 0.003)]
+    own = seed_runs("fp8", ALIKE)
+    for run, coverage in zip(own, covered, strict=True):
+        run["training"][-1]["heldout_coverage"] = coverage
+    row = one(store(*seed_runs("fused", FUSED), *own), "from training_seeds")
+    assert (row["variant"], row["baseline_variant"], row["products"]) == ("fp8", "fused", "")
+    sizes = [row[name] for name in RECIPE]
+    assert sizes == list(RECIPE.values())
+    assert (row["n_seeds"], row["n_pairs"], row["n_diverged"]) == (5, 5, 0)
+    half = 2.1318 * np.std(DIFFERENCES, ddof=1) / np.sqrt(5)  # Student's t, 4 degrees, 95 %
+    mean = np.mean(DIFFERENCES)
+    assert row["mean_difference"] == pytest.approx(mean)
+    assert row["difference_low"] == pytest.approx(mean - half, rel=1e-3)
+    assert row["difference_high"] == pytest.approx(mean + half, rel=1e-3)
+    half = 2.1318 * np.std(covered, ddof=1) / np.sqrt(5)
+    assert (row["coverage"], row["baseline_coverage"]) == pytest.approx((0.901, 0.9))
+    assert row["coverage_low"] == pytest.approx(0.001 - half, rel=1e-3)
+    assert row["coverage_high"] == pytest.approx(0.001 + half, rel=1e-3)
+    assert (row["margin"], row["equivalent"], row["calibrated"]) == (0.01, True, True)
+    assert (row["less_accurate"], row["verdict"]) == (False, "equal in training")
+
+
+def test_a_variant_of_which_batch_noise_is_red_is_less_accurate_a_step(
+    store: Callable[..., Query],
+) -> None:
+    runs = [*seed_runs("fused", FUSED), *seed_runs("fp8", ALIKE)]
+    red = check("batch_noise", "gradient", 0.2, 0.1, op="mlp", implementation="e4m3", passed=False)
+    row = one(store(*runs, red), "from training_seeds")
+    assert row["verdict"] == "less accurate a step, equal in training"
+    for other in ({"passed": True}, {"implementation": "fused"}, {"gate": "baseline"}):
+        gates = {"gates": [red["gates"][0] | other]}
+        assert one(store(*runs, gates), "from training_seeds")["verdict"] == "equal in training"
+
+
+OTHER = RECIPE | {"steps": 101}
+SHIFTED = [value - 0.012 for value in ALIKE]
+NOT_KNOWN = "not known"
+
+
+@pytest.mark.parametrize(
+    "own, verdict",
+    [
+        (seed_runs("fp8", SHIFTED), "not shown to be equal in training"),
+        (seed_runs("fp8", [0.69, 0.74, 0.70, 0.75, 0.72]), "not shown to be equal in training"),
+        (seed_runs("fp8", [*ALIKE[:4], None]), "diverged"),
+        (seed_runs("fp8", ALIKE, heldout_coverage=0.88), "not shown to be as well calibrated"),
+        (seed_runs("fp8", ALIKE, loss=math.inf), "diverged"),
+        (seed_runs("fp8", ALIKE[:1], range(1)), NOT_KNOWN),
+        (seed_runs("fp8", ALIKE[:4], range(4)), NOT_KNOWN),
+        (seed_runs("fp8", ALIKE, range(5, 10)), NOT_KNOWN),
+        (seed_runs("fp8", ALIKE, range(1, 6)), NOT_KNOWN),
+    ],
+    ids=["shifted", "spread", "nan", "coverage", "inf", "one", "four", "unpaired", "partly"],
+)
+def test_no_falsehood_is_equal_in_training(
+    store: Callable[..., Query], own: list[Tables], verdict: str
+) -> None:
+    row = one(store(*seed_runs("fused", FUSED), *own), "from training_seeds")
+    assert row["verdict"] == verdict
+    equivalent = {"not known": None, "not shown to be as well calibrated": True}
+    assert row["equivalent"] is equivalent.get(verdict, False)
+
+
+def test_a_baseline_that_diverged_is_no_excuse(store: Callable[..., Query]) -> None:
+    query = store(*seed_runs("fused", [*FUSED[:4], None]), *seed_runs("fp8", ALIKE))
+    assert one(query, "from training_seeds")["verdict"] == "diverged"
+
+
+def test_other_recipes_make_no_pair_and_a_repeated_seed_counts_once(
+    store: Callable[..., Query],
+) -> None:
+    query = store(*seed_runs("fused", FUSED), *seed_runs("fp8", ALIKE, recipe=OTHER))
+    row = one(query, "from training_seeds")
+    assert (row["n_seeds"], row["n_pairs"], row["verdict"]) == (5, 0, NOT_KNOWN)
+    repeated = [
+        run
+        for again in range(5)
+        for run in seed_runs("fp8", ALIKE[:1], range(1), run=f"again_{again}")
+    ]
+    row = one(store(*seed_runs("fused", FUSED[:1], range(1)), *repeated), "from training_seeds")
+    assert (row["n_seeds"], row["n_pairs"], row["verdict"]) == (1, 1, NOT_KNOWN)
+
+
+def test_a_control_is_judged_by_itself(store: Callable[..., Query]) -> None:
+    """Its variant is the baseline's: emulated products are what it differs in."""
+    control = seed_runs("fused", SHIFTED, products="e5m2", baseline="fused")
+    for run in control:
+        for row in run["training"]:
+            row["run"] = f"e5m2_{row['seed']}"
+    query = store(*seed_runs("fused", FUSED), *seed_runs("fp8", ALIKE), *control)
+    rows = {row["products"]: row for row in query("from training_seeds")}
+    assert rows.keys() == {"", "e5m2"}
+    assert rows[""]["equivalent"] is True and rows["e5m2"]["equivalent"] is False
+    assert (rows["e5m2"]["variant"], rows["e5m2"]["n_seeds"]) == ("fused", 5)
 
 
 def test_gap_closed_runs_from_prior_to_exact(store: Callable[..., Query]) -> None:

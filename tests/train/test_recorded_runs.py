@@ -3,6 +3,8 @@
 `test_loop.py` tests the loop under it: divergence, and states of other models.
 """
 
+import json
+import math
 import pickle
 import random
 
@@ -12,6 +14,7 @@ from torch.distributions import Normal
 
 from tests.refusals import assert_refused
 from tnp.model.config import TNPConfig
+from tnp.model.prediction import Prediction
 from tnp.model.transformer_np import TransformerNP
 from tnp.model.variants import Variant
 from tnp.store.schemas import PROVENANCE, TABLES
@@ -166,6 +169,56 @@ def test_a_model_with_a_buffer_says_its_joint_likelihood_both_ways(tmp_path):
     assert last["joint_difference_stderr"] > 0
     plain, _ = run(tmp_path / "without")
     assert all(value is None for name, value in plain[-1].items() if name.startswith("joint"))
+
+
+def test_coverage_is_the_share_of_targets_between_two_quantiles(tmp_path):
+    rows, model = run(tmp_path)
+    tasks, shares = recorded_runs.sources(parameters(), "cpu")[1], []
+    for index in range(recorded_runs.N_HELD_OUT_BATCHES):
+        task = tasks.sample(recorded_runs.HELD_OUT_SEED, index, 8, 16, 16)
+        found = model(task.x_context, task.y_context, task.x_target).detach()
+        prediction = Prediction(found, model.config.sigma_min)
+        low, high = prediction.quantile(0.05), prediction.quantile(0.95)
+        shares.append(((low <= task.y_target) & (task.y_target <= high)).double().mean().item())
+    assert rows[-1]["heldout_coverage"] == pytest.approx(sum(shares) / len(shares))
+    assert 0.5 < rows[-1]["heldout_coverage"] < 1
+
+
+def test_a_run_that_diverges_ends_with_a_row_that_says_so(tmp_path, monkeypatch):
+    def evaluated(self, model, evaluate=recorded_runs.Evaluation.__call__):
+        found = evaluate(self, model)
+        return found | {"heldout_log_likelihood": math.nan} if weight(model) != start else found
+
+    def weight(model):
+        return model.blocks[0].mlp.up[0, 0].item()
+
+    start = weight(run(tmp_path / "start", learning_rate=1e-30)[1])
+    monkeypatch.setattr(recorded_runs.Evaluation, "__call__", evaluated)
+    rows, _ = run(tmp_path / "diverged")
+    assert [row["step"] for row in rows] == [0, 3]
+    assert math.isnan(rows[-1]["heldout_log_likelihood"])
+    assert not (tmp_path / "diverged" / "final.pt").exists()
+
+
+def test_a_recipe_has_all_that_a_run_shares_with_its_baseline(tmp_path):
+    about = {"baseline": "separate", "seed": 1, "variant": "reference"}
+    rows = [run(tmp_path / str(i), **more)[0][-1] for i, more in enumerate(({}, about))]
+    assert rows[0]["recipe"] == rows[1]["recipe"] and rows[0]["baseline"] == ""
+    assert rows[1]["baseline"] == "separate"
+    recipe = json.loads(rows[0]["recipe"])
+    assert recipe["steps"] == 6 and recipe["model"]["d_model"] == 32
+    assert not recipe.keys() & {"seed", "variant", "run"}
+
+
+def test_a_control_trains_with_rounded_products(tmp_path):
+    rows = {
+        name: run(tmp_path / name, dtype="bfloat16", **changes)[0][-1]
+        for name, changes in (("plain", {}), ("e5m2", {"products": "e5m2"}))
+    }
+    assert rows["plain"]["products"] == "" and rows["e5m2"]["products"] == "e5m2"
+    assert rows["plain"]["recipe"] == rows["e5m2"]["recipe"]
+    assert rows["plain"]["loss"] != rows["e5m2"]["loss"]
+    assert rows["plain"]["loss"] == pytest.approx(rows["e5m2"]["loss"], abs=0.1)
 
 
 def test_learns_from_context(tmp_path, monkeypatch):

@@ -129,7 +129,7 @@ def test_a_job_says_what_it_uses_and_what_it_waits_for():
 
 def test_the_runs_that_are_compared_differ_in_their_variant_alone():
     runs = GPU.jobs["train"]
-    own = ("config_id", "run", "variant", "variant_spec", "operators", "gates")
+    own = ("config_id", "run", "variant", "variant_spec", "operators", "gates", "baseline")
     compared = [
         {key: value for key, value in runs[f"gp_small_{name}"].items() if key not in own}
         for name in ("sdpa", "fused", "flash")

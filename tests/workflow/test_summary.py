@@ -40,3 +40,12 @@ def test_what_was_ended_is_named_with_the_command_that_goes_on(tmp_path):
     *said, last = summary.not_finished(tried[-1:], ["headline", "gates"])[-2:]
     assert said[0].endswith("It goes on with: snakemake --cores 1 gates headline")
     assert last == "After 3 attempts: snakemake again --config again=d"
+
+
+def test_a_red_gate_that_is_a_measure_fails_nothing(tmp_path):
+    check = {"check": "far", "metric": "error", "value": 2.0, "bound": 1.0, "passed": False}
+    files = []
+    for gate in ("baseline", "batch_noise"):
+        files.append(tmp_path / f"{gate}.parquet")
+        write_table(files[-1], "gates", [check | {"gate": gate, "status": "ok", "reason": ""}])
+    assert summary.red_gates(files) == ["Gate baseline is red: far: error 2, bound 1."]

@@ -100,6 +100,17 @@ def test_an_ablation_goes_from_pytorchs_to_ours():
     refused(config, "must be a variant of PyTorch's operators alone")
 
 
+def test_a_run_is_compared_with_one_that_differs_in_its_variant_alone():
+    config, run = copy.deepcopy(TINY), TINY["training"]["gp_tiny"]
+    config["training"]["base"] = run | {"variant": "separate", "eval_every": 20}
+    config["training"]["gp_tiny"] = run | {"baseline": "separate"}
+    validate(config)
+    for change in ({"seed": 1}, {"steps": 21}, {"learning_rate": 0.1}, {"n_target": 7}):
+        config["training"]["base"] |= change
+        refused(config, "no run of variant 'separate' has the same seed and settings")
+        config["training"]["base"] = run | {"variant": "separate"}
+
+
 def test_the_sizes_that_an_operator_takes_bound_the_model():
     config = changed(TINY, "variants.separate.rms_norm", "fused")
     config["model"] |= {"d_model": 32768, "n_heads": 512}

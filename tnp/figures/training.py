@@ -1,9 +1,9 @@
 """Shows whether the model learns from its context, and equally well through our kernels.
 
 If view `training_equivalence` compares runs, their losses and differences (`training_differences`)
-come first. View `training_curves` gives a panel for each device and run: the held-out
-log-likelihood, and a control with the context's y permuted. It also has the values of an exact
-predictor and of one that ignores the context.
+come first. View `training_seeds` compares runs of several seeds. View `training_curves` gives a
+panel for each device and other run: the held-out log-likelihood, and a control with the context's y
+permuted. It also has the values of an exact predictor and of one that ignores the context.
 """
 
 import altair as alt
@@ -17,6 +17,7 @@ PANEL_WIDTH, PANEL_HEIGHT = 480, 240  # px
 COLUMNS = 2  # panels abreast
 PAIRED = "Loss of runs on the same tasks from the same weights"
 EVALUATED = "Log-likelihood on held-out tasks"
+SEEDS = "Differences of held-out log-likelihood, over pairs of runs with the same seed"
 STUDIED = "Log-likelihood on held-out tasks, of runs that differ in one thing"
 LINES = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8c6d1f", "#56B4E9"]  # a study's runs
 FLOOR = 3.0  # nats below the best that a study's panel shows
@@ -33,11 +34,23 @@ DASHES = [dash for _, _, dash in SERIES.values()]
 QUERY = """
     select *
     from training_curves
-    where heldout_log_likelihood is not null
+    where
+        isfinite(heldout_log_likelihood)
+        and coalesce(recipe, '') not in (select recipe from training_seeds where n_seeds > 1)
     order by exact_log_likelihood is null, run, step
 """
 
 PAIRS = "from training_equivalence where device = $device order by run"
+
+COMPARED_SEEDS = """
+    select
+        *,
+        concat(replace(source, '_', ' '), ' ', batch, ' × (', n_context, ', ', n_target, ')')
+            as tasks
+    from training_seeds
+    where n_seeds > 1 and device = $device
+    order by source, batch desc, steps desc, products, variant
+"""
 
 PAIRED_LOSSES = """
     select run, variant, step, loss
@@ -56,11 +69,12 @@ PAIRED_DIFFERENCES = """
 def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:
     """Draws learning curves with a 95 % band over held-out tasks."""
     rows = data.query(connection, QUERY)
-    if not rows:
+    devices = data.devices(connection, "training_curves")
+    seeds = {slug: data.query(connection, COMPARED_SEEDS, device=slug) for slug in devices}
+    if not rows and not any(seeds.values()):
         return theme.no_rows(
             "no training run has been evaluated", "snakemake --cores 1 all", layout
         )
-    devices = data.devices(connection, "training_curves")
     blocks, compared = [], []
     for slug, device in devices.items():
         when = data.recorded(connection, "training_curves", device)
@@ -69,6 +83,9 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
             compared += pairs
             panels = _paired_panels(connection, slug, pairs, layout)
             blocks.append(layout.block(panels, f"{PAIRED}, on {device['name']}", when, COLUMNS))
+        if seeds[slug]:
+            panel = _seeds_panel(seeds[slug], layout)
+            blocks.append(layout.block([panel], f"{SEEDS}, on {device['name']}", when, 1))
         of_device = [row for row in rows if row["device"] == slug]
         for of_study in data.grouped((row for row in of_device if row["study"]), "study"):
             title = f"{STUDIED}: study {of_study[0]['study']}, on {device['name']}"
@@ -81,10 +98,16 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
         "Log-likelihood: mean over target values of held-out tasks, in nats; higher is better. "
         "Shuffled: the same tasks with the context's y permuted, which must be worse if the model "
         "uses its context. That line is cut off far below the others.",
-        "Band: 95% interval over held-out tasks. One seed each.",
+        "Band: 95% interval over held-out tasks. One seed each, where no seeds are compared.",
     ]
     page = theme.stacked(blocks).resolve_scale(color="independent", strokeDash="independent")
-    return theme.page(page, finding(rows, devices, compared), subtitle, layout)
+    said = finding(rows, devices, compared) if rows else ""
+    found = (
+        [theme.sentence(_of_seeds(next(filter(None, seeds.values()))))]
+        if any(seeds.values())
+        else []
+    )
+    return theme.page(page, "; ".join(filter(None, [*found, said])), subtitle, layout)
 
 
 def finding(rows: list[Row], devices: dict[str, Row], pairs: list[Row]) -> str:
@@ -108,6 +131,57 @@ def finding(rows: list[Row], devices: dict[str, Row], pairs: list[Row]) -> str:
         said = f"{said}; {theme.listed(unused)} {verb} not shown to use it"
     alike = [_alike(pair) for pair in pairs if pair["device"] == slug]
     return "; ".join([*(theme.sentence(found) for found in alike if found), said])
+
+
+def _of_seeds(rows: list[Row]) -> str:
+    """Says how variants train beside their baselines, in the words of the view; "" for controls."""
+    said = []
+    for of_pair in data.grouped(
+        (row for row in rows if not row["products"]), "variant", "baseline_variant"
+    ):
+        verdicts = data.grouped(of_pair, "verdict")
+        where = [
+            own[0]["verdict"]
+            + (f" on {theme.listed([row['tasks'] for row in own])}" if len(verdicts) > 1 else "")
+            for own in verdicts
+        ]
+        pair = of_pair[0]
+        said.append(f"{pair['variant']} beside {pair['baseline_variant']}: {', '.join(where)}")
+    return "; ".join(said)
+
+
+def _seeds_panel(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
+    """Draws each mean difference with its 90 % interval, and grey what counts as equivalent."""
+    shown = [row | {"name": _name_of_seeds(row)} for row in rows if row["n_pairs"] > 1]
+    names = alt.Y("name:N", title=None, sort=[row["name"] for row in shown])
+    names = names.axis(labelLimit=420)
+    band = data.drawing([{"low": -rows[0]["margin"], "high": rows[0]["margin"]}])
+    marks = data.drawing(shown or [rows[0] | {"name": "no pair of runs"}])
+    title = "held-out log-likelihood less that of the variant compared with, nats per target value"
+    tooltip = ["name:N", "verdict:N", alt.Tooltip("mean_difference:Q", format=".4f")]
+    drawn = alt.layer(
+        band.mark_rect(color=theme.RULE).encode(x="low:Q", x2="high:Q"),
+        marks.mark_rule(strokeWidth=2.5, color=LINES[0]).encode(
+            x=alt.X("difference_low:Q", title=title), x2="difference_high:Q", y=names
+        ),
+        marks.mark_point(filled=True, size=70, color=LINES[0]).encode(
+            x="mean_difference:Q", y=names, tooltip=tooltip
+        ),
+    )
+    said = [
+        f"{_name_of_seeds(row)}: {row['n_pairs']} of {row['n_seeds']} seeds, {row['verdict']}"
+        for row in rows
+    ]
+    return drawn.properties(
+        width=layout.plot_width(2 * PANEL_WIDTH),
+        height=30 * max(1, len(shown)),
+        title=layout.title("Mean and 90% interval; grey: equivalent", said, 110),
+    )
+
+
+def _name_of_seeds(row: Row) -> str:
+    emulated = f" in {row['products']}" if row["products"] else ""
+    return f"{row['tasks']}, {row['steps']:,} steps: {row['variant']}{emulated}"
 
 
 def _alike(pair: Row) -> str:

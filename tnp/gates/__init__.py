@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from tnp.dispatch.registry import block_of, catalog
+from tnp.dispatch.registry import block_of, catalog, is_automatic
 from tnp.dispatch.spec import OWN
 
 if TYPE_CHECKING:
@@ -25,12 +25,14 @@ if TYPE_CHECKING:
 class Gate:
     """Holds a gate's phase in the specification, and the operator of its checks by default.
 
-    `ours`: the gate runs models whose operators are all ours.
+    `ours`: the gate runs models whose operators are all ours. `blocks`: False for a gate that only
+    records a measure. Nothing waits for such a gate, and the workflow does not fail if it is red.
     """
 
     phase: int
     op: str = "attention"
     ours: bool = False
+    blocks: bool = True
 
 
 GENERIC = "op"  # a generic gate is op--operator--implementation
@@ -42,7 +44,8 @@ NOT_FINISHED = ("killed", "timeout")  # such a gate continues in the next run, a
 GATES = {
     "baseline": Gate(1),
     "centred": Gate(3),
-    "batch_noise": Gate(5, ours=True),  # a measure: nothing waits for it
+    "batch_noise": Gate(5, ours=True, blocks=False),
+    "finite": Gate(5, ours=True),
     "skip_unread": Gate(6, ours=True),
     "checkpointing": Gate(9),
     "cuda_graphs": Gate(10),
@@ -87,6 +90,11 @@ def gates_of(op: str, name: str) -> list[str]:
     return [generic_gate(op, one.name) for one in listed if one.provider == OWN]
 
 
+def _is_in_8_bits(op: str, name: str) -> bool:
+    own = None if is_automatic(name) else catalog().listed(op, name).own
+    return own is not None and bool(own.precision)
+
+
 def gates_for(
     implementations: Mapping[str, str],
     checkpoint: bool = False,
@@ -102,6 +110,7 @@ def gates_for(
     for family, name in implementations.items():
         for operator in catalog().family(family):
             gates += gates_of(operator.name, name)
+            gates += ["finite"] * _is_in_8_bits(operator.name, name)
     for op, name in block_of(implementations).items() if skip_unread else ():
         gates += gates_of(op, name)
     switches = {

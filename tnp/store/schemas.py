@@ -156,6 +156,9 @@ EVIDENCE = [
 # other packages. "own": any operator of ours is in it.
 ROLES = ("baseline", "peer", "own")
 
+# Formats of products that controls of training emulate.
+EMULATED = ("e4m3", "e5m2", "e4m3_unscaled")
+
 # Their rows measure the best rates of the device itself.
 CEILINGS = ("ceiling_matmul", "ceiling_copy", "ceiling_read")
 # `ceiling_matmul` has a row for each of these number formats, as the row's dtype.
@@ -308,6 +311,13 @@ TABLES: dict[str, pa.Schema] = {
             ("joint_log_likelihood", pa.float64()),
             ("joint_log_likelihood_anew", pa.float64()),
             ("joint_difference_stderr", pa.float64()),
+            # Share of held-out targets inside the central 90 % interval of their prediction.
+            ("heldout_coverage", pa.float64()),
+            ("recipe", pa.string()),  # JSON: all that a run and its baseline have in common
+            ("baseline", pa.string()),  # variant that the run is compared with; "" where with none
+            ("operators", pa.string()),  # JSON: operator → implementation
+            # Format of emulated products in a control: `tnp/train/emulated_products.py`; else "".
+            ("products", pa.string()),
         ],
         "kernels": [
             ("kernel", pa.string()),

@@ -35,6 +35,14 @@ Report = dict[str, float | int | None]
 Source = Callable[[int], Task] | Iterable[Task]
 
 
+class Diverged(RuntimeError):
+    """Says at which step training diverged. `report` is that step's report."""
+
+    def __init__(self, sentence: str, report: Report) -> None:
+        super().__init__(sentence)
+        self.report = report
+
+
 class HeldOut:
     """Evaluates a model on tasks that it is not trained on."""
 
@@ -122,7 +130,7 @@ def fit(
     Raises:
         ValueError: an argument is out of range, or a state is damaged or belongs to another model.
         TypeError: an argument has another type, or `tasks` gives something that is no `Task`.
-        RuntimeError: the held-out log-likelihood is NaN or infinite: training diverged.
+        Diverged: a RuntimeError. The held-out log-likelihood is NaN or infinite.
     """
     if not isinstance(step, TrainingStep):
         raise TypeError(f"step is a {type(step).__name__}: it must be a TrainingStep")
@@ -237,7 +245,8 @@ class _Run:
         watched = report.get(WATCHED, report["loss"])
         if watched is not None and not math.isfinite(watched):
             what = "held-out log-likelihood" if WATCHED in report else "loss"
-            raise RuntimeError(f"the {what} is {watched} at step {self.done}: the run diverged")
+            sentence = f"the {what} is {watched} at step {self.done}: the run diverged"
+            raise Diverged(sentence, report)
         self._sum.zero_()
         self._n_summed = 0
         self.reports.append(report)

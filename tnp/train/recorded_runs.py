@@ -6,6 +6,7 @@ The same tasks are also evaluated with the context's y values shuffled: a model 
 context is clearly better with the true context.
 """
 
+import json
 import math
 import os
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from tqdm import tqdm
 
 from tnp.model.buckets import Buckets
 from tnp.model.config import TNPConfig
+from tnp.model.prediction import Prediction
 from tnp.model.transformer_np import TransformerNP
 from tnp.model.variants import Variant
 from tnp.ops.mixture_nll import mixture_nll
@@ -26,16 +28,24 @@ from tnp.tasks.images import ImageTasks
 from tnp.tasks.sizes import varying_sizes
 from tnp.tasks.sources import MAX_POINTS
 from tnp.tasks.task import Task
-from tnp.train.loop import LATEST, WATCHED, Report, cosine, fit, load_state
+from tnp.train.emulated_products import emulated
+from tnp.train.loop import LATEST, WATCHED, Diverged, Report, cosine, fit, load_state
 from tnp.train.step import TrainingStep
 
 HELD_OUT_SEED = 2**32 - 1  # no run has it: table `training` keeps seeds in 31 bits
 N_HELD_OUT_BATCHES = 8
 N_HELD_OUT_VARYING = 128  # more, because all tasks of a batch have one size
+COVERED = 0.9  # share of targets that a calibrated interval holds
 PROCESSES = {"gaussian_process": SMOOTH, "published_gaussian_process": PUBLISHED}
 # Columns of table `training` that do not change during a run.
 RUN_COLUMNS = (
     "config_id", "run", "variant", "source", "batch", "n_context", "n_target", "dtype", "seed",
+)  # fmt: skip
+OPTIONAL_COLUMNS = ("study", "baseline", "operators", "products")
+# Parameters of column `recipe`: a run and its baseline have equal ones, and differ in the variant.
+RECIPE = (
+    "source", "batch", "n_context", "n_target", "vary", "held_out_vary", "model", "dtype",
+    "steps", "learning_rate", "warmup_steps", "max_grad_norm",
 )  # fmt: skip
 
 
@@ -49,12 +59,14 @@ def run(
 
     At every evaluation the state is written to `latest.pt` in `checkpoint_dir`, and at the end to
     `final.pt` instead. Called again with the same parameters, a finished run gives its rows again.
-    Otherwise it starts from step 0, and `final.pt` stays until the new run has ended.
+    Otherwise it starts from step 0, and `final.pt` stays until the new run has ended. A run that
+    diverges ends with a row whose held-out log-likelihood is not finite, and has no `final.pt`.
 
     Args:
         parameters: run, source, batch, n_context, n_target, variant, variant_spec, model, dtype,
             steps, learning_rate, warmup_steps, eval_every, seed; where given `max_grad_norm`,
-            `vary` (sizes of training tasks), `held_out_vary` (sizes of held-out tasks) and `study`.
+            `vary` (sizes of training tasks), `held_out_vary` (sizes of held-out tasks), `study`,
+            `baseline`, `operators` and `products` (the format that a control emulates).
         device: where to train.
         checkpoint_dir: the folder of this run's checkpoints; no other run or code shares it.
         on_row: receives every row of table `training`, also rows before a resume.
@@ -62,7 +74,7 @@ def run(
     Raises:
         ValueError: the source is unknown, a picture has too few pixels, table `training` cannot
             hold a value, or a checkpoint is damaged or belongs to another run.
-        RuntimeError: training diverged, or the model predicts better than the exact posterior.
+        RuntimeError: the model predicts better than the exact posterior.
     """
     check_fits("training", parameters | {"step": parameters["steps"]})
     device = torch.device(device)
@@ -78,6 +90,10 @@ def run(
         cuda_graph=parameters.get("cuda_graph", device.type == "cuda"),
         buckets=Buckets.of(parameters.get("vary")),
     )
+    recipe = {name: parameters[name] for name in RECIPE if name in parameters}
+    constant = {name: parameters[name] for name in RUN_COLUMNS}
+    constant |= {"recipe": json.dumps(recipe, sort_keys=True)}
+    constant |= {name: parameters.get(name, "") for name in OPTIONAL_COLUMNS}
     latest, final = checkpoint_dir / LATEST, checkpoint_dir / "final.pt"
     # The rows of a finished run may be lost, if it was killed before they were written.
     if not latest.exists() and final.exists() and load_state(final, "cpu")["about"] == parameters:
@@ -93,22 +109,27 @@ def run(
 
         def log(report: Report) -> None:
             bar.set_postfix(held_out=f"{report[WATCHED]:.3f}")
-            study = {"study": parameters.get("study", "")}
-            on_row({name: parameters[name] for name in RUN_COLUMNS} | report | study)
+            on_row(constant | report)
 
-        fit(
-            step,
-            tasks,
-            parameters["steps"],
-            schedule=lambda index: cosine(
-                index, *(parameters[x] for x in ("learning_rate", "warmup_steps", "steps"))
-            ),
-            evaluate=Evaluation(held_out, parameters),
-            every=parameters["eval_every"],
-            folder=checkpoint_dir,
-            on_report=log,
-            about=parameters,
-        )
+        evaluation = Evaluation(held_out, parameters)
+        try:
+            with emulated(constant["products"]):
+                fit(
+                    step,
+                    tasks,
+                    parameters["steps"],
+                    schedule=lambda index: cosine(
+                        index, *(parameters[x] for x in ("learning_rate", "warmup_steps", "steps"))
+                    ),
+                    evaluate=evaluation,
+                    every=parameters["eval_every"],
+                    folder=checkpoint_dir,
+                    on_report=log,
+                    about=parameters,
+                )
+        except Diverged as error:
+            log(error.report)
+            return model
     os.replace(latest, final)
     return model
 
@@ -159,7 +180,7 @@ class Evaluation:
 
     @torch.no_grad()
     def __call__(self, model: TransformerNP) -> dict[str, float | None]:
-        """Returns the `…_log_likelihood…` columns of a row of table `training`."""
+        """Returns the `…_log_likelihood…` and `heldout_…` columns of a row of table `training`."""
         true = torch.cat([self._log_likelihood(model, task) for task in self._tasks])
         shuffled = torch.cat(
             [self._log_likelihood(model, task.with_shuffled_context()) for task in self._tasks]
@@ -170,6 +191,9 @@ class Evaluation:
             "heldout_log_likelihood": _mean(true),
             "heldout_log_likelihood_shuffled": _mean(shuffled),
             "heldout_log_likelihood_stderr": _standard_error(self._independent(true)),
+            "heldout_coverage": _mean(
+                torch.cat([self._covered(model, task) for task in self._tasks])
+            ),
             "exact_log_likelihood": None if self._exact is None else _mean(self._exact),
             "prior_log_likelihood": _mean(self._prior),
         }
@@ -189,6 +213,13 @@ class Evaluation:
     def _independent(self, values: torch.Tensor) -> torch.Tensor:
         """Returns values of each task, or of each batch if its tasks share a drawn size."""
         return values.view(len(self._tasks), -1).mean(1) if self._varies else values
+
+    @staticmethod
+    def _covered(model: TransformerNP, task: Task) -> torch.Tensor:
+        """Returns each task's share of target values inside their central interval, [B]."""
+        parameters = model(task.x_context, task.y_context, task.x_target)
+        below = Prediction(parameters, model.config.sigma_min).marginal_cdf(task.y_target)
+        return ((below - 0.5).abs() <= COVERED / 2).double().mean((1, 2))
 
     @staticmethod
     def _log_likelihood(model: TransformerNP, task: Task) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Trains one run, from its last checkpoint if there is one, and records what it logged."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,5 +37,6 @@ with job(f"train {parameters['run']}", snakemake.log[0], capture=False) as say:
     if stop:
         say(f"not trained: {stop.reason}")
     else:
-        last = rows[-1]
-        say(f"{last['step']} steps, held-out {last['heldout_log_likelihood']:.3f} nats a target")
+        step, held_out = rows[-1]["step"], rows[-1]["heldout_log_likelihood"]
+        said = f"held-out {held_out:.3f} nats a target"
+        say(f"{step} steps, {said if math.isfinite(held_out) else 'where it diverged'}")

@@ -24,6 +24,15 @@ create or replace macro student_quantile(degrees) as
 + 2.555850 / degrees ** 3
 + 1.589534 / degrees ** 4;
 
+-- Macro: Student's quantile at 95 %, by the same expansion, right to 0.02 % from four degrees on.
+-- It makes intervals of 90 %: two one-sided tests at 5 % reject all that lies outside of one.
+create or replace macro student_quantile_95(degrees) as
+1.644854
++ 1.523770 / degrees
++ 1.420203 / degrees ** 2
++ 0.983002 / degrees ** 3
++ 0.433876 / degrees ** 4;
+
 -- Macro: the probability that Student's t exceeds `x`, for a whole number of `degrees` from 2 on.
 --
 -- It is (1 − A) / 2 with θ = atan(x / √degrees). For even degrees A = sin θ · Σ cₖ cos²ᵏ θ over k <

@@ -1,4 +1,5 @@
--- Grain: device × run: whether a training run's loss is equivalent to the loss of `gp_small_sdpa`.
+-- Grain: device × run: whether a training run's loss is equivalent to the loss of its baseline, by
+-- the curves of one seed. View `training_seeds` judges by several seeds.
 --
 -- The sample are the differences of view `training_differences`, taken as independent.
 -- `equivalent`: both one-sided t-tests at 5 % reject a difference of `margin` or more, so the 90 %
@@ -34,22 +35,19 @@ margins as (
     group by device
 ),
 
--- Student's t at 95 %, n − 1 degrees of freedom, from the normal quantile 1.645: the first terms of
--- Cornish and Fisher's expansion, right to 0.02 from four degrees on.
-quantiles as (
+half_widths as (
     select
         *,
-        n_rows - 1 as degrees,
-        1.6449 + 1.5238 / degrees + 1.4202 / pow(degrees, 2) as t_quantile
+        student_quantile_95(n_rows - 1) * standard_error as half_width
     from means
 )
 
 select
-    * exclude (degrees, t_quantile, spread, allowed),
-    mean_difference - t_quantile * standard_error as difference_low,
-    mean_difference + t_quantile * standard_error as difference_high,
+    * exclude (half_width, spread, allowed),
+    mean_difference - half_width as difference_low,
+    mean_difference + half_width as difference_high,
     run = 'gp_small_flash' as is_null_pair,
     case when not is_null_pair then allowed end as margin,
     difference_low > -margin and difference_high < margin as equivalent
-from quantiles
+from half_widths
 inner join margins using (device);

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from tnp.gates import GATES, generic_gates
 from tnp.model.variants import most_storage
+from tnp.store.schemas import EMULATED
 from tnp.tasks.sources import MAX_POINTS
 from workflow import models, settings, shapes, sources
 from workflow.faults import Fault, Place, unknown
@@ -23,6 +24,8 @@ class Settings(Section):
     n_target: settings.Size = ABSENT
     model: settings.kept(settings.Model) = ABSENT
     variant: str
+    products: settings.one_of(*EMULATED) = ABSENT  # of a control: the format that is emulated
+    baseline: str = ABSENT  # variant of the run that this one is compared with
     steps: settings.Size
     learning_rate: settings.Share
     warmup_steps: settings.Count
@@ -61,6 +64,20 @@ class Training(Study):
     def faults(self, config: Config) -> Iterator[Fault]:
         for name, spec in self.spec(config).items():
             yield from _faults((self.section, name), spec, config)
+        yield from self._faults_of_pairs(config)
+
+    def _faults_of_pairs(self, config: Config) -> Iterator[Fault]:
+        """Yields runs without the run that they are compared with."""
+        runs = self.spec(config)
+        plain = [spec for spec in runs.values() if spec.products is None]
+        known = [(spec.variant, _recipe(spec)) for spec in plain]
+        for name, spec in runs.items():
+            if spec.baseline is not None and (spec.baseline, _recipe(spec)) not in known:
+                what = (
+                    f"no run of variant {spec.baseline!r} has the same seed and settings as "
+                    f"{name!r}: add one, or leave baseline out"
+                )
+                yield Fault((self.section, name, "baseline"), what)
 
     def uses(self, config: Config) -> Iterator[models.Use]:
         for run, spec in self.spec(config).items():
@@ -75,11 +92,22 @@ class Training(Study):
         )
 
 
+def _recipe(spec: Settings) -> str:
+    """Returns all of a run's settings but those by which it may differ from its baseline."""
+    own = ("variant", "products", "baseline", "study", "eval_every")
+    return repr(sorted((name, value) for name, value in spec.given().items() if name not in own))
+
+
 def _faults(place: Place, spec: Settings, config: Config) -> Iterator[Fault]:
     known = models.variants(config, spec.model)
     for key, names in (("shape", config.shapes), ("variant", known), ("source", MAX_POINTS)):
         if getattr(spec, key) not in names:
             yield Fault((*place, key), unknown(key, getattr(spec, key), names))
+    if spec.baseline is not None and spec.baseline not in known:
+        yield Fault((*place, "baseline"), unknown("variant", spec.baseline, known))
+    if spec.baseline == spec.variant and spec.products is None:
+        what = f"{spec.variant!r} is the run's own variant: name the one to compare it with"
+        yield Fault((*place, "baseline"), what)
     if place[-1] in (*GATES, *generic_gates()):
         yield Fault(place, "a gate has the same name: rename the run")
     model = spec.model or config.model

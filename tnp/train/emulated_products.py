@@ -1,0 +1,72 @@
+"""Rounds the operands of PyTorch's products to 8 bits: controls of training in 8 bits.
+
+A control trains with PyTorch's own operators. Inside `emulated`, each product of 16-bit matrices
+takes rounded operands, forward and backward, and attention takes rounded queries, keys and values
+in its forward pass. With a scale, a power of two for each block of 128 rows brings the block's
+largest value into the format's range. Operators of ours are not emulated.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ROWS = 128  # of a block
+# Name → format, and whether operands are scaled (`tnp.store.schemas.EMULATED` lists the names).
+FORMATS = {
+    "e4m3": (torch.float8_e4m3fn, True),
+    "e5m2": (torch.float8_e5m2, True),
+    "e4m3_unscaled": (torch.float8_e4m3fn, False),
+}
+# Product → {operand: its dimension that is not summed over}.
+PRODUCTS = {"aten::mm": {0: 0, 1: 1}, "aten::addmm": {1: 0, 2: 1}, "aten::bmm": {0: 1, 1: 2}}
+ATTENTION = {0: 2, 1: 2, 2: 2}
+
+
+@contextmanager
+def emulated(name: str) -> Iterator[None]:
+    """Emulates the format `name` of `FORMATS`; "" emulates nothing."""
+    if not name:
+        yield
+        return
+    with _Rounding(*FORMATS[name]):
+        yield
+
+
+class _Rounding(TorchDispatchMode):
+    def __init__(self, format_: torch.dtype, scaled: bool) -> None:
+        super().__init__()
+        self.format, self.scaled = format_, scaled
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        args = list(args)
+        for at, dim in _operands(func.name().partition(".")[0]).items():
+            if args[at].dtype in (torch.bfloat16, torch.float16):
+                args[at] = rounded(args[at], dim, self.format, self.scaled)
+        return func(*args, **(kwargs or {}))
+
+
+def _operands(name: str) -> dict[int, int]:
+    if name.startswith("aten::_scaled_dot_product") and not name.endswith("backward"):
+        return ATTENTION
+    return PRODUCTS.get(name, {})
+
+
+def rounded(x: torch.Tensor, dim: int, format_: torch.dtype, scaled: bool) -> torch.Tensor:
+    """Returns x rounded to an 8-bit format, with a scale for each block of rows of `dim` or none.
+
+    Values beyond the format's range become its largest, and NaN stays NaN.
+    """
+    most = torch.finfo(format_).max
+    moved = x.movedim(dim, 0).float()
+    rows = moved.flatten(1)
+    scale = torch.ones(len(rows), 1, device=x.device)
+    if scaled:
+        blocks = F.pad(rows, (0, 0, 0, -len(rows) % ROWS)).view(-1, ROWS * rows.shape[1])
+        largest = blocks.abs().amax(1, keepdim=True).clamp(min=1e-30)
+        scale = torch.exp2(torch.floor(torch.log2(most / largest)))
+        scale = scale.repeat_interleave(ROWS, 0)[: len(rows)]
+    codes = (rows * scale).clamp(-most, most).to(format_)
+    return (codes.float() / scale).view_as(moved).movedim(0, dim).to(x.dtype)

@@ -1,0 +1,146 @@
+-- Grain: device × recipe × variant × products: whether a variant's runs end as well as the runs of
+-- its baseline, over paired seeds.
+--
+-- A pair has the same recipe, seed, tasks and first weights. Its difference is that of the last
+-- held-out log-likelihoods, in nats a target. `equivalent`: both one-sided t-tests at 5 % reject a
+-- difference of `margin` or more, so the 90 % interval of the mean lies within ± margin.
+-- `calibrated` says the same of the share of targets inside 90 % intervals. Both are null with
+-- fewer than five pairs, and where a seed has one run alone. Both are false where a run diverged:
+-- no seed is left out. `less_accurate`: gate `batch_noise` is red for an operator of the variant.
+create or replace view training_seeds as
+with ends as (
+    select
+        *,
+        coalesce(products, '') as formats,
+        cast(recipe ->> 'steps' as integer) as steps,
+        step = steps and bool_and(
+            coalesce(isfinite(heldout_log_likelihood), false) and coalesce(isfinite(loss), true)
+        ) over (partition by device, run) as ended_well
+    from stg_training
+    where recipe is not null
+    qualify
+        row_number() over (
+            partition by device, recipe, variant, formats, seed
+            order by recorded_at desc, run asc, step desc
+        ) = 1
+),
+
+compared as (
+    select
+        device,
+        recipe,
+        variant,
+        formats,
+        baseline,
+        any_value(operators) as operators
+    from ends
+    where baseline != ''
+    group by device, recipe, variant, formats, baseline
+),
+
+seeds as (
+    select distinct
+        compared.*,
+        ends.seed
+    from compared
+    inner join ends using (device, recipe)
+    where
+        (ends.variant = compared.variant and ends.formats = compared.formats)
+        or (ends.variant = compared.baseline and ends.formats = '')
+),
+
+paired as (
+    select
+        seeds.*,
+        own.run is not null and base.run is not null as is_pair,
+        is_pair and own.ended_well and base.ended_well as is_whole,
+        own.heldout_log_likelihood as own_likelihood,
+        base.heldout_log_likelihood as base_likelihood,
+        own.heldout_coverage as own_coverage,
+        base.heldout_coverage as base_coverage
+    from seeds
+    left join ends as own
+        on
+            seeds.device = own.device
+            and seeds.recipe = own.recipe
+            and seeds.seed = own.seed
+            and seeds.variant = own.variant
+            and seeds.formats = own.formats
+    left join ends as base
+        on
+            seeds.device = base.device
+            and seeds.recipe = base.recipe
+            and seeds.seed = base.seed
+            and seeds.baseline = base.variant
+            and base.formats = ''
+),
+
+means as (
+    select
+        device,
+        variant,
+        formats as products,
+        baseline as baseline_variant,
+        recipe ->> 'source' as source,
+        cast(recipe ->> 'batch' as integer) as batch,
+        cast(recipe ->> 'n_context' as integer) as n_context,
+        cast(recipe ->> 'n_target' as integer) as n_target,
+        cast(recipe ->> 'steps' as integer) as steps,
+        recipe,
+        any_value(operators) as operators,
+        count(*) as n_seeds,
+        count(*) filter (where is_pair) as n_pairs,
+        count(*) filter (where is_pair and not is_whole) as n_diverged,
+        avg(own_likelihood) filter (where is_whole) as heldout_log_likelihood,
+        avg(base_likelihood) filter (where is_whole) as baseline_log_likelihood,
+        avg(own_coverage) filter (where is_whole) as coverage,
+        avg(base_coverage) filter (where is_whole) as baseline_coverage,
+        heldout_log_likelihood - baseline_log_likelihood as mean_difference,
+        student_quantile_95(n_pairs - n_diverged - 1) / sqrt(n_pairs - n_diverged) as scale,
+        scale * stddev_samp(own_likelihood - base_likelihood) filter (where is_whole) as half_width,
+        scale * stddev_samp(own_coverage - base_coverage) filter (where is_whole) as half_coverage
+    from paired
+    group by all
+),
+
+judged as (
+    select
+        * exclude (operators, scale, half_width, half_coverage),
+        mean_difference - half_width as difference_low,
+        mean_difference + half_width as difference_high,
+        coverage - baseline_coverage - half_coverage as coverage_low,
+        coverage - baseline_coverage + half_coverage as coverage_high,
+        cast(0.01 as double) as margin,
+        n_pairs >= 5 and n_pairs = n_seeds as is_judged,
+        case
+            when is_judged
+                then n_diverged = 0 and difference_low > -margin and difference_high < margin
+        end as equivalent,
+        case
+            when is_judged
+                then n_diverged = 0 and coverage_low > -margin and coverage_high < margin
+        end as calibrated,
+        exists(
+            select 1
+            from current_gates
+            inner join implementations using (op, implementation)
+            where
+                current_gates.device = means.device
+                and current_gates.gate = 'batch_noise'
+                and not current_gates.passed
+                and means.operators ->> family = implementation
+        ) as less_accurate
+    from means
+)
+
+select
+    * exclude (is_judged),
+    case
+        when not is_judged then 'not known'
+        when n_diverged > 0 then 'diverged'
+        when not equivalent then 'not shown to be equal in training'
+        when not calibrated then 'not shown to be as well calibrated'
+        when less_accurate then 'less accurate a step, equal in training'
+        else 'equal in training'
+    end as verdict
+from judged;
