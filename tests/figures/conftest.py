@@ -1,5 +1,6 @@
 """A small database with exactly the columns that the figures read from each view."""
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -57,6 +58,9 @@ def sized(shape: str) -> Row:
     return {"shape": shape, "batch": batch, "n_context": n_context, "n_target": n_target}
 
 
+TRAINS = {"fp8": "equal in training", "pytorch_best_fp8": "not compared yet"}
+
+
 def steps(
     times: dict[tuple[str, str], float | str],
     device: str = GPU,
@@ -95,6 +99,7 @@ def steps(
             key | switches | {"dtype": "bfloat16", "n_runs": 3, "status": status}
         )
         narrow = {"precision": "e4m3" if variant.endswith("fp8") else ""}
+        narrow["products_in"] = f"8 bits: {TRAINS[variant]}" if narrow["precision"] else "bfloat16"
         named = key | sized(shape) | switches | outcome | {"role": role(variant)} | narrow
         tables["speedup"].append(named | {"dtype": "bfloat16"} | speedup)
         tables["memory"].append(
@@ -382,6 +387,11 @@ def title(chart: Any) -> str:
 
 
 H200 = environments((GPU, "NVIDIA H200", "recorded"))
+
+
+def unwrapped(chart: Any) -> str:
+    """Returns all that a chart says, titles of several lines as one."""
+    return json.dumps(chart.to_dict(), ensure_ascii=False).replace('", "', " ")
 
 
 def as_svg(chart: Any) -> str:

@@ -1,6 +1,5 @@
 """Tests that titles say what the rows say, and nothing more."""
 
-import json
 import re
 from typing import Any
 
@@ -8,14 +7,9 @@ import pytest
 import vl_convert
 
 from tests.figures import conftest as sample
-from tests.figures.conftest import Drawn, as_svg, title
+from tests.figures.conftest import Drawn, as_svg, title, unwrapped
 
 MLP, BACKWARD = ("mlp", "forward"), ("attention", "backward")  # stages of a step
-
-
-def unwrapped(chart: Any) -> str:
-    """Returns all that a chart says, titles of several lines as one."""
-    return json.dumps(chart.to_dict(), ensure_ascii=False).replace('", "', " ")
 
 
 def speedup_title(drawn: Drawn, times: dict) -> str:

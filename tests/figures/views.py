@@ -16,9 +16,11 @@ VIEWS = {
     " baseline_step_ms double, speedup double, speedup_low double, speedup_high double,"
     " best_pytorch_step_ms double, speedup_best double, speedup_best_low double,"
     " speedup_best_high double, why_no_speedup text, fastest boolean, leads boolean,"
-    " winner boolean, varies boolean, precision text",
+    " winner boolean, varies boolean, precision text,"
+    " products_in text",
     "memory": f"device text, {SHAPE}, {SWITCHES}, role text, optimizer boolean, {OUTCOME},"
-    " valid boolean, why_not text, peak_memory_gib double, varies boolean, precision text",
+    " valid boolean, why_not text, peak_memory_gib double, varies boolean, precision text,"
+    " products_in text",
     "stage_share": f"device text, {SHAPE}, dtype text, {SWITCHES}, role text, stage text,"
     " pass text, valid boolean, time_ms double, n_kernels bigint, step_ms double, share double,"
     " fastest boolean",
@@ -67,7 +69,7 @@ VIEWS = {
     " speedup_alone double, gain_last_ms double, gain_last_low_ms double,"
     " gain_last_high_ms double, speedup_last double, verdict_last text, verdict_alone text,"
     " valid boolean, why_not text",
-    "matrix": f"device text, {SHAPE}, variant text, precision text, "
+    "matrix": f"device text, {SHAPE}, variant text, precision text, products_in text, "
     + ", ".join(
         f"{cell}_step_ms double, {cell}_peak_memory_gib double, {cell}_speedup double,"
         f" {cell}_status text, {cell}_valid boolean, {cell}_fastest boolean, {cell}_winner boolean,"

@@ -105,9 +105,7 @@ def test_what_8_bits_cannot_run_is_refused_before_it_runs(monkeypatch):
         for op, model in models.items():
             name = model.variant.name
             refused = f"^variant {name!r} cannot run {op} in e4m3 here: {sentence}.*: choose"
-            assert_refused(
-                *((partial(call, model), refused) for call in calls), error=RuntimeError
-            )
+            assert_refused(*((partial(call, model), refused) for call in calls), error=RuntimeError)
     monkeypatch.setitem(devices._seen, ON_CPU, devices.INTERPRETER)
     for name in NAMES:  # on a CPU a model computes in float32 unless told otherwise
         model = TransformerNP(CONFIG, name)

@@ -8,7 +8,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 
-from tests.sql.conftest import NOW, PROVENANCE, Query, Tables, check, one
+from tests.sql.conftest import NOW, PROVENANCE, Query, Tables, check, one, runs
 
 
 def training_run(run: str, losses: list[float], **columns: object) -> Tables:
@@ -163,6 +163,32 @@ def test_a_variant_of_which_batch_noise_is_red_is_less_accurate_a_step(
 OTHER = RECIPE | {"steps": 101}
 SHIFTED = [value - 0.012 for value in ALIKE]
 NOT_KNOWN = "not known"
+UNLIKE = seed_runs("fp8", SHIFTED, recipe=OTHER)
+
+
+@pytest.mark.parametrize(
+    "trained, said",
+    [
+        ([], "training not compared yet"),
+        (seed_runs("fp8", ALIKE[:4], range(4)), "training not compared yet"),
+        (seed_runs("fp8", ALIKE, device="other"), "training not compared yet"),
+        (seed_runs("fp8", ALIKE), "equal in training"),
+        ([*seed_runs("fp8", ALIKE), *UNLIKE], "not shown to be equal in training"),
+        (seed_runs("fp8", [*ALIKE[:4], None]), "diverged"),
+    ],
+    ids=["none", "few", "elsewhere", "equal", "of two", "diverged"],
+)
+def test_a_step_in_8_bits_says_how_it_trains(
+    store: Callable[..., Query], trained: list[Tables], said: str
+) -> None:
+    baselines = [
+        run for recipe in (RECIPE, OTHER) for run in seed_runs("fused", FUSED, recipe=recipe)
+    ]
+    timed = [*runs("fp8", [40.0], role="own", precision="e4m3"), *runs("fused", [50.0])]
+    query = store(*timed, *baselines, *trained)
+    for view in ("step_summary", "speedup", "memory", "matrix"):
+        found = {row["variant"]: row["products_in"] for row in query(f"from {view}")}
+        assert found == {"fused": "bfloat16", "fp8": f"8 bits: less accurate a step, {said}"}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import altair as alt
 
 from tnp.figures.data import Row, drawing
 from tnp.figures.layout import LABEL_HEIGHT, OWN_LINES, Layout
-from tnp.figures.words import IN_8_BITS
 
 Encodings = dict[str, alt.Y | alt.YOffset]  # the line of a panel on which a row stands
 
@@ -110,8 +109,19 @@ def evidence(counts: bool | None) -> str:
 
 
 def in_8_bits(rows: Sequence[Row]) -> list[str]:
-    """Returns the sentence that stands below figures with steps in 8 bits, in a list, or []."""
-    return [IN_8_BITS] if any(row["precision"] for row in rows) else []
+    """Returns a sentence below figures with steps in 8 bits, in a list, or [] without any.
+
+    The rows' `products_in` says how they train. Where it differs, each text names its variants.
+    """
+    narrow = [row for row in rows if row["precision"]]
+    several = len({row["device"] for row in narrow}) > 1
+    said: dict[str, set[str]] = {}
+    for row in narrow:
+        name = f"{row['variant']} on {row['device']}" if several else row["variant"]
+        said.setdefault(f"in {row['products_in']}", set()).add(name)
+    if len(said) > 1:
+        said = {f"{text} ({listed(sorted(names))})": names for text, names in said.items()}
+    return [f"{sentence('; '.join(said))}."] if said else []
 
 
 def verdict(ratio: float, decided: str | None) -> str:

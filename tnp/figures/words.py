@@ -77,9 +77,6 @@ EXPLAINED = {
     "fused": "our step with all components",
 }
 
-# Steps with products in 8 bits never stand without these words.
-IN_8_BITS = "In 8 bits: less accurate a step, equal in training."
-
 # Columns that hold such names.
 NAMED = {
     "op",

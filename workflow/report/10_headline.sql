@@ -42,7 +42,7 @@ select
     plain_step_ms as "plain_PyTorch,_ms",
     case when best_pytorch_role = 'peer' then best_pytorch_step_ms end as "PyTorch's_best,_ms",
     step_ms as "ours,_ms",
-    format_cell(dtype, precision) as products_in,
+    products_in,
     array_to_string(
         list_prepend(variant, list_filter(variants, lambda name: name != variant)), ', '
     ) as variant,

@@ -3,8 +3,7 @@
 -- `variant` is the name in `config.yaml`. Energy is of one step, from the GPU's own counter. Memory
 -- is the peak during a step. Times are medians over runs, and a run is one process. "Against best"
 -- compares with the fastest of PyTorch's rows at this shape; a row in 16 bits is not compared with
--- rows in 8 bits. If it was not timed beside ours, a row
--- within 1 % of it may replace it.
+-- rows in 8 bits. If it was not timed beside ours, a row within 1 % of it may replace it.
 select
     device,
     shape,
@@ -14,7 +13,7 @@ select
         else 'ours'
     end as who,
     variant,
-    format_cell(dtype, precision) as products_in,
+    products_in,
     concat_ws(
         ', ',
         case when checkpoint then 'checkpointing' end,

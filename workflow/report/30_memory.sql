@@ -4,7 +4,7 @@
 select
     device,
     variant,
-    format_cell(dtype, precision) as products_in,
+    products_in,
     checkpoint as checkpointing,
     peak_memory_bytes / pow(2, 30) as "memory,_GiB",
     step_ms as "step,_ms",

@@ -28,4 +28,4 @@ any_value(why_no_speedup) as why_no_speedup,
 any_value(valid) as valid,
 any_value(why_not) as why_not,
 any_value(status) as status
-group by device, shape, batch, n_context, n_target, dtype, precision, variant, role;
+group by device, shape, batch, n_context, n_target, dtype, precision, products_in, variant, role;

@@ -287,6 +287,7 @@ from (
     ('process', 'run that trained'),
     ('processor', 'model of the host''s processor'),
     ('products', 'format of a control''s emulated products; "" where nothing is emulated'),
+    ('products_in', 'number format of its products, in words'),
     ('provider', 'own, torch, or the package of the implementation'),
     ('python', 'version of Python'),
     ('pytorch_variant', 'PyTorch''s form with the fastest loop without a graph'),

@@ -7,9 +7,8 @@
 -- of `baseline`, `plain` and `best_pytorch` are over all their runs. `why_no_speedup` says in one
 -- sentence why a timed step has no `speedup`.
 --
--- Steps with products in 8 bits are less accurate a step and equal in training. They compete among
--- themselves: a step in 16 bits has ratios to PyTorch's steps in 16 bits, and a step in 8 bits to
--- all of PyTorch's.
+-- Steps with products in 8 bits are less accurate. They compete among themselves: a step in 16 bits
+-- has ratios to PyTorch's steps in 16 bits, and a step in 8 bits to all of PyTorch's.
 --
 -- One rule says who is fastest in each `precision`. `fastest` marks the steps that no step at these
 -- sizes beats by more than 1 %. Only the steps with the best evidence there take part. They are

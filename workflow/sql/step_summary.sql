@@ -3,8 +3,23 @@
 --
 -- View `summaries` says which runs these are. `mfu` is a share of the matmul ceiling. It and
 -- `tflops` are null where the first rows with `skip_unread` counted work that was left out.
--- `varies` marks streams of tasks whose sizes vary, and failures at their shapes.
+-- `varies` marks streams of tasks whose sizes vary, and failures at their shapes. `products_in` says
+-- in words which number format products have. For 8 bits it adds the verdict of view
+-- `training_seeds` on the variant: "equal in training" where that is shown for each recipe that was
+-- judged, else the worst verdict.
 create or replace view step_summary as
+with trained as (
+    select
+        device,
+        variant,
+        coalesce(
+            min(verdict) filter (where not (equivalent and calibrated)), 'equal in training'
+        ) as trains
+    from training_seeds
+    where products = '' and equivalent is not null
+    group by device, variant
+)
+
 select
     columns([
         'device', 'comparison_key', 'varies', 'code_version', 'shape', 'variant', 'role', 'batch',
@@ -14,6 +29,7 @@ select
         'environment_id', 'operators', 'gates'
     ]),
     coalesce(precision, '') as precision,
+    format_cell(dtype, precision, trains) as products_in,
     time_ms as step_ms,
     time_ms_low as step_ms_low,
     time_ms_high as step_ms_high,
@@ -21,4 +37,5 @@ select
     tflops / ceiling_tflops as mfu
 from summaries
 left join ceilings using (device)
+left join trained using (device, variant)
 where kind = 'step';

@@ -24,10 +24,11 @@ create or replace macro evidence_cell(valid, why_not) as case
     else 'not valid: ' || why_not
 end;
 
--- Macro: the number format of a step's products, for a table of text.
-create or replace macro format_cell(dtype, narrower) as case narrower
+-- Macro: the number format of a step's products, for a table of text. `trains` is the verdict on
+-- training with it, or null where there is none.
+create or replace macro format_cell(dtype, narrower, trains) as case coalesce(narrower, '')
     when '' then dtype
-    else '8 bits: less accurate a step, equal in training'
+    else concat('8 bits: less accurate a step, ', coalesce(trains, 'training not compared yet'))
 end;
 
 -- Macro: how good the evidence of a timed row is: 2 valid, 1 without evidence, 0 invalid, and null
