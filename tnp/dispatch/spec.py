@@ -206,9 +206,10 @@ class Budget:
 
     If it also rounds intermediate values to that format, it names `rounded`: (case, inputs,
     upstream) → outputs and gradients ("d" + input) in float64, with all its roundings. `upstream`
-    gives the gradient of an output, by its name and a tensor like it. The error of these results
-    then serves as the emulation's error. `differentiates(case)` says whether the gradients are
-    finite in that format. Gates ask for no others.
+    gives the gradient of an output, by its name and a tensor like it, or None. The error of these
+    results then serves as the emulation's error. Results that it leaves out are not rounded on the
+    way. `differentiates(case)` says whether the gradients are finite in that format. Gates ask for
+    no others.
     """
 
     outputs: float = 2.0

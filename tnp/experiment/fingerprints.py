@@ -106,6 +106,8 @@ def _run_by(one: Implementation, use: str) -> Iterator[Callable | str]:
         yield from operation.kernels
     if use != STEP:
         yield from filter(None, (one.work, one.budget and one.budget.emulate))
+    if use == GATE:
+        yield from filter(None, (one.budget and one.budget.rounded,))
 
 
 def _of_functions(functions: Iterable[Callable | str], without: Iterable[str]) -> dict[str, str]:

@@ -18,11 +18,22 @@ from operator import index
 from typing import TYPE_CHECKING
 
 from tnp.dispatch.registry import LAYERS, catalog, is_automatic
-from tnp.dispatch.spec import Call, Case, Implementation, Operation, Operator, Problem, Reason, Work
+from tnp.dispatch.spec import (
+    Budget,
+    Call,
+    Case,
+    Implementation,
+    Operation,
+    Operator,
+    Problem,
+    Reason,
+    Work,
+)
 from tnp.ops import rms_norm as norms
 from tnp.ops._shared.declared import by_pytorch, numbers_out_of_range
 from tnp.ops.attention import OPERATOR as ATTENTION
 from tnp.ops.mlp import OPERATOR as MLP
+from tnp.ops.mlp import eight_bit
 from tnp.ops.projection import LINEAR, PROJECT_QKV
 from tnp.ops.rms_norm import ADD_RMS_NORM, RMS_NORM
 from tnp.util.checks import positive_number, require_between, require_equal, require_lengths
@@ -154,6 +165,7 @@ def cases(target) -> list[Case]:
             case("bfloat16", 1, 11, 32, 48, 2, 11, 6),
             case("float32", 3, 9, 32, 40, 2, 4, 6, update=True, n_keys=True),
             case("float16", 1, 19, 32, 48, 2, 19, 17, update=True, centred=True, n_keys=True),
+            case("bfloat16", 2, 70, 32, 48, 2, 60, 6, update=True, mlp="e4m3"),
         ]
     model = 512, 1408, 8
     return [
@@ -165,7 +177,42 @@ def cases(target) -> list[Case]:
         case("bfloat16", 2, 1100, *model, 1100, 1000, update=True, attention="separate"),
         case("float16", 3, 333, *model, 300, 300, update=True),
         case("float32", 2, 300, *model, 300, 100, update=True),
+        case("bfloat16", 8, 564, *model, 564, 64, mlp="e4m3"),
+        case("bfloat16", 8, 564, *model, 500, 64, update=True, mlp="e4m3"),
+        # Samples are whole blocks of 128 rows: where one is NaN, no scale of another changes.
+        case("bfloat16", 8, 576, *model, 512, 64, update=True, n_keys=True, mlp="e4m3"),
     ]
+
+
+def rounded(case, inputs, upstream) -> dict[str, Tensor]:
+    """Returns results in float64 with the roundings of an MLP in 8 bits, or {} for 16 bits.
+
+    It is {} too if no gradient of y arrives, because nothing then depends on these roundings.
+    """
+    from torch.autograd import grad
+
+    if case.problem["mlp"] != "e4m3":
+        return {}
+    leaves = {
+        name: x.detach().double().requires_grad_() if name in OPERATOR.differentiated else x
+        for name, x in inputs.items()
+        if x is not None
+    }
+    options, dtype = dict(OPERATOR.call_options(case.problem)), inputs["h"].dtype
+    total, y = reference(*(leaves.get(name) for name in inputs), *OPERATOR.numbers, **options)
+    dsum, dy = upstream("sum", total.detach()), upstream("y", y.detach())
+    if dy is None:
+        return {}
+    x = norms.reference(total, leaves["norm_mlp"], norms.EPS)
+    of_mlp = {name: inputs[name] for name in ("up", "down")}
+    of_mlp["x"] = x.detach().to(dtype).flatten(0, -2)
+    found = eight_bit.rounded(case, of_mlp, lambda name, like: dy.to(dtype).reshape(like.shape))
+    arriving = [(x, found.pop("dx").view_as(x))] + ([] if dsum is None else [(total, dsum)])
+    given = [name for name in leaves if name not in ("up", "down", "n_keys")]
+    outputs, upstreams = zip(*arriving, strict=True)
+    gradients = grad(outputs, [leaves[name] for name in given], upstreams)
+    found["y"] = found["y"].view_as(y)
+    return found | {f"d{name}": x for name, x in zip(given, gradients, strict=True)}
 
 
 def out_of_range(case, inputs):
@@ -244,6 +291,7 @@ OPERATOR = Operator(
             ),
             supported=supported,
             options=("update", "n_keys", "centred", *LAYERS),
+            budget=Budget(rounded=rounded),
         ),
     ),
     describe=describe,
