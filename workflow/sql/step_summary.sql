@@ -3,8 +3,8 @@
 --
 -- View `summaries` says which runs these are. `mfu` is a share of the matmul ceiling. It and
 -- `tflops` are null where the first rows with `skip_unread` counted work that was left out.
--- `varies` marks streams of tasks whose sizes vary, and failures at their shapes. `products_in` says
--- in words which number format products have. For 8 bits it adds the verdict of view
+-- `varies` marks streams of tasks whose sizes vary, and failures at their shapes. `products_in`
+-- says in words which number format products have. For 8 bits it adds the verdict of view
 -- `training_seeds` on the variant: "equal in training" where that is shown for each recipe that was
 -- judged, else the worst verdict.
 create or replace view step_summary as
