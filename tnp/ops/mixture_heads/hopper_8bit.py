@@ -34,6 +34,8 @@ N_OUT = gl.constexpr(3)
 BLOCK_ROWS = gl.constexpr(BLOCK)
 # Blocks of rows that a program of the backward pass walks.
 WALKED = 8
+# So few that a multiprocessor holds four programs.
+MOST_REGISTERS = 128
 # A program's words of a row, [8, 16]: each index of the first dimension stands for four consecutive
 # positions of a panel's line, in the first two for one of them.
 WORDS = gl.constexpr(gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0]))
@@ -209,10 +211,10 @@ def _columns(k: gl.constexpr, LAYOUT: gl.constexpr):
     return p % 4 * 16 + p // 4 * 2 + (k // 2 * 8 + k % 2)
 
 
-@gluon.jit(do_not_specialize=["n_blocks", "n_heads"])
+@gluon.jit(do_not_specialize=["n_blocks"])
 def mixture_heads_dz_hopper_8bit_kernel(
     z_ptr, z_scale_ptr, dout_ptr, dz_scale_ptr, down_ptr, dz_ptr, panels_ptr, ddown_ptr,
-    n_blocks, n_heads, F: gl.constexpr, WALKED: gl.constexpr,
+    n_blocks, N_HEADS: gl.constexpr, F: gl.constexpr, WALKED: gl.constexpr,
 ):  # fmt: skip
     """Writes rows and panels of dz, and ddown [groups of WALKED blocks, K, 3, F].
 
@@ -220,14 +222,14 @@ def mixture_heads_dz_hopper_8bit_kernel(
     """
     first_column = gl.program_id(0) * BLOCK_K
     head = first_column // F
-    width = n_heads * F
+    WIDTH: gl.constexpr = N_HEADS * F
     group = gl.program_id(1)
     last = gl.minimum((group + 1) * WALKED, n_blocks)
     index = gl.arange(0, 8, layout=gl.SliceLayout(1, WORDS))
     p = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS))
     # The row of position 16·index is 16·(index // 2) + 4·(index % 2).
     row = index // 2 * 16 + index % 2 * 4
-    offsets = (row * (width // 4))[:, None] + (first_column // 4 + p)[None, :]
+    offsets = (row * (WIDTH // 4))[:, None] + (first_column // 4 + p)[None, :]
     lines = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, POSITIONS)))
     within = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, POSITIONS)))
     in_line = lines[:, None, None] * 4 + within[None, None, :]
@@ -243,16 +245,18 @@ def mixture_heads_dz_hopper_8bit_kernel(
         ),)  # fmt: skip
         totals += ((zero, zero, zero),)
     for block in range(group * WALKED, last):
-        at_block = block.to(gl.int64) * (BLOCK_ROWS * (width // 4))
+        # Rows of a block are constants apart, so all its addresses follow from one.
+        at_block = block.to(gl.int64) * (BLOCK_ROWS * (WIDTH // 4))
+        z_ptrs = z_ptr + at_block + offsets
+        dz_ptrs = dz_ptr + at_block + offsets
         codes = ()
         for i in gl.static_range(4):
             for m in gl.static_range(4):
-                at = at_block + (i + m // 2 * 64 + m % 2 * 8) * (width // 4)
-                codes += (gl.load(z_ptr + at + offsets),)
+                codes += (gl.load(z_ptrs + (i + m // 2 * 64 + m % 2 * 8) * (WIDTH // 4)),)
         half_unit = gl.load(z_scale_ptr + block * BLOCK_ROWS) * 0.5
         # dz is in units of its scale; the half is for twice the slope.
         unit = inverse_power(gl.load(dz_scale_ptr + block * BLOCK_ROWS)) * 0.5
-        dout_at = dout_ptr + (block * n_heads + head).to(gl.int64) * (3 * BLOCK_ROWS)
+        dout_at = dout_ptr + (block * N_HEADS + head).to(gl.int64) * (3 * BLOCK_ROWS)
         packed = ()
         for i in gl.static_range(4):
             dout0 = _of_positions(dout_at + 4 * i)
@@ -269,8 +273,8 @@ def mixture_heads_dz_hopper_8bit_kernel(
                     dz += (one,)
                     sums += (sum_k,)
                 totals = sums
-                at = at_block + (i + m // 2 * 64 + m % 2 * 8) * (width // 4)
-                gl.store(dz_ptr + at + offsets, word(dz[0], dz[1], dz[2], dz[3]))
+                at = (i + m // 2 * 64 + m % 2 * 8) * (WIDTH // 4)
+                gl.store(dz_ptrs + at, word(dz[0], dz[1], dz[2], dz[3]))
                 of_rows += (dz,)
             lines_of = ()
             for k in gl.static_range(4):
@@ -278,15 +282,15 @@ def mixture_heads_dz_hopper_8bit_kernel(
                     word(of_rows[0][k], of_rows[1][k], of_rows[2][k], of_rows[3][k]),
                 )  # fmt: skip
             packed += (lines_of,)
-        panel_ptr = panels_ptr + (block.to(gl.int64) * width + first_column) * 32
+        panel_ptr = panels_ptr + (block.to(gl.int64) * WIDTH + first_column) * 32
         for k in gl.static_range(4):
             even = gl.join(packed[0][k], packed[2][k])
             odd = gl.join(packed[1][k], packed[3][k])
             line = gl.reshape(gl.join(even, odd), [8, 16, 4])
             line = gl.convert_layout(line, POSITIONS, assert_trivial=True)
-            column = _columns(k, gl.SliceLayout(0, gl.SliceLayout(2, POSITIONS)))
-            gl.store(panel_ptr + (column[None, :, None] * 32 + in_line), line)
-    ddown_ptr += (group * n_heads + head) * (3 * F) + first_column % F
+            of_lines = _columns(k, gl.SliceLayout(0, gl.SliceLayout(2, POSITIONS)))
+            gl.store(panel_ptr + (of_lines[None, :, None] * 32 + in_line), line)
+    ddown_ptr += (group * N_HEADS + head) * (3 * F) + first_column % F
     for k in gl.static_range(4):
         column = _columns(k, gl.SliceLayout(0, WORDS))
         for o in gl.static_range(3):
@@ -305,7 +309,8 @@ def dz(n_rows: int, n_heads: int, width: int) -> Dz:
     prepare = dout_panels(n_rows, n_heads, width)
     kernel = Bound(
         mixture_heads_dz_hopper_8bit_kernel, (columns // BLOCK_K.value, n_groups),
-        n_blocks, n_heads, F=width, WALKED=WALKED, num_warps=4,
+        n_blocks, N_HEADS=n_heads, F=width, WALKED=WALKED, num_warps=4,
+        maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     shape, of_panels = new_z_shape(n_rows, columns), panels_shape(n_rows, columns)
     partial_shape = n_groups, n_heads, N_OUT.value, width
