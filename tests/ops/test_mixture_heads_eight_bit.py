@@ -100,7 +100,9 @@ def test_bad_numbers_show_in_their_rows_alone(bad):
     dout = torch.ones_like(out)
     dout[5, 1, 2] = bad
     dx = torch.autograd.grad(out, inputs[0], dout)[0].isnan()
-    assert dx[5].all() and not dx[torch.arange(70) // 2 == 5].any()
+    assert (
+        dx.all(1).nonzero().flatten().tolist() == dx.any(1).nonzero().flatten().tolist() == [3, 5]
+    )
 
 
 def test_only_requested_tensors_are_computed_and_saved():
