@@ -8,6 +8,7 @@ import torch
 from tests.model.test_transformer_np import build
 from tnp.gates import batch_noise, blocked, gates_for, models, run_gate
 from tnp.model.transformer_np import TransformerNP
+from tnp.model.variants import Variant
 from tnp.tasks.gaussian_process import GaussianProcessTasks
 
 BATCHES = [GaussianProcessTasks().sample(0, step, 2, 5, 4) for step in range(6)]
@@ -39,8 +40,8 @@ def test_coarse_weights_are_seen():
 
 
 def test_no_step_waits_for_it():
-    fp8 = {"attention": "e4m3", "mlp": "e4m3"}
-    assert "batch_noise" not in gates_for(fp8)
+    for variant in ("fp8", "fp8_attention"):
+        assert "batch_noise" not in gates_for(Variant.named(variant).implementations())
 
 
 def test_a_red_check_stops_what_it_names_alone():

@@ -1,6 +1,7 @@
 """Tests variants in 8 bits: their switches, what they are close to, and what they refuse."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from tnp.tasks.task import Task
 from tnp.train.step import TrainingStep
 
 CONFIG = TNPConfig(d_model=128, n_layers=2, n_heads=2, d_ff=96, n_components=2)
-FP8, PACKED = Variant.named("fp8"), Variant.named("fp8_packed")
+NAMES = ["fp8", "fp8_packed", "fp8_attention"]
+FP8, PACKED, ATTENTION = map(Variant.named, NAMES)
 ON_CPU = torch.device("cpu")
 
 
@@ -32,14 +34,19 @@ def with_lengths(task: Task) -> Task:
     return replace(task, context_lengths=lengths[0], target_lengths=lengths[1])
 
 
-def test_it_is_ours_in_16_bits_but_for_products_in_8():
-    fused, differing = Variant.named("fused"), {"name", "attention", "mlp", "centred_keys"}
-    assert replace(FP8, **{name: getattr(fused, name) for name in differing}) == fused
-    assert {operator.name for operator, _ in FP8.in_8_bits} == {"attention", "mlp"}
-    assert FP8.base2 and dict(FP8.block)["attention"] == "e4m3"
-    assert (FP8.decode_attention, FP8.buffered_attention) == ("triton", None)
-    assert FP8.rms_norm_linear is None and FP8.role() == "own"
-    assert replace(FP8, name="", pack=True, centred_keys=False) == replace(PACKED, name="")
+def test_they_are_ours_in_16_bits_but_for_products_in_8():
+    fused = Variant.named("fused")
+    assert replace(FP8, name="", mlp="fused") == replace(fused, name="")
+    assert replace(PACKED, name="", pack=False) == replace(FP8, name="")
+    in_8_bits = {"attention": "e4m3", "centred_keys": True}
+    assert replace(FP8, name="", **in_8_bits) == replace(ATTENTION, name="")
+    assert {operator.name for operator, _ in FP8.in_8_bits} == {"mlp"}
+    assert {operator.name for operator, _ in ATTENTION.in_8_bits} == {"attention", "mlp"}
+    for variant in (FP8, PACKED, ATTENTION):
+        assert variant.base2 and dict(variant.block)["mlp"] == "e4m3"
+        assert variant.rms_norm_linear is None and variant.role() == "own"
+        assert variant.decode_attention == "triton"
+    assert (FP8.buffered_attention, ATTENTION.buffered_attention) == ("triton", None)
     assert not fused.in_8_bits and not Variant.named("auto").in_8_bits
 
 
@@ -51,7 +58,7 @@ def test_auto_never_chooses_8_bits():
                 assert own is None or not own.precision
 
 
-@pytest.mark.parametrize("variant", ["fp8", "fp8_packed"])
+@pytest.mark.parametrize("variant", NAMES)
 def test_weights_load_in_either_precision(tmp_path, variant):
     model, narrow = build("fused"), build(variant)
     model.save(tmp_path / "wide")
@@ -64,26 +71,30 @@ def test_weights_load_in_either_precision(tmp_path, variant):
 
 
 def test_what_8_bits_cannot_run_is_refused_before_it_runs(monkeypatch):
-    sizes = "variant 'fp8' cannot run attention in e4m3 here: it takes head_dim 64, not 32: choose"
+    narrow, buffered = replace(CONFIG, d_model=72), replace(CONFIG, buffer=4)
+    in_attention = "variant 'fp8_attention' cannot run attention in e4m3 here"
     assert_refused(
-        (lambda: build("fp8", replace(CONFIG, n_heads=4)), sizes),
-        (lambda: build(replace(FP8, attention="fused"), replace(CONFIG, d_model=72)),
-         "cannot run mlp in e4m3 here: D is 72: it takes multiples of 16"),
-        *((lambda dtype=dtype: TransformerNP(CONFIG, "fp8", dtype),
+        (lambda: build("fp8", narrow),
+         "'fp8' cannot run mlp in e4m3 here: D is 72: it takes multiples of 16: choose variant"),
+        (lambda: build("fp8_attention", replace(CONFIG, n_heads=4)),
+         f"{in_attention}: it takes head_dim 64, not 32: choose variant 'auto'"),
+        *((lambda name=name, dtype=dtype: TransformerNP(CONFIG, name, dtype),
            f"it takes bfloat16, not {str(dtype)[6:]}: choose variant 'auto'")
-          for dtype in (torch.float16, torch.float32, torch.float64)),
-        (lambda: build("fp8", replace(CONFIG, buffer=4)), "has centred_keys: a mean of a sample's"),
-        (lambda: build("fp8_packed", replace(CONFIG, buffer=4)), "'e4m3': rows of a buffer need"),
-        (lambda: replace(FP8, pack=True), "centred_keys takes a mean of each sample's rows"),
+          for dtype in (torch.float16, torch.float32, torch.float64) for name in NAMES),
+        (lambda: build("fp8_packed", buffered), "packs rows: a model with a buffer does not"),
+        (lambda: build("fp8_attention", buffered), "has centred_keys: a mean of a sample's"),
+        (lambda: build(replace(ATTENTION, centred_keys=False), buffered),
+         "has attention 'e4m3': rows of a buffer need one that is causal"),
+        (lambda: replace(ATTENTION, pack=True), "centred_keys takes a mean of each sample's rows"),
     )  # fmt: skip
-    model, task = build("fp8"), make_task(CONFIG)
+    task, models = make_task(CONFIG), {"mlp": build("fp8"), "attention": build("fp8_attention")}
     calls = (
-        lambda: model(task.x_context, task.y_context, task.x_target),
-        lambda: model.loss(task),
-        lambda: model.encode(task.context),
-        lambda: model.predict(task.context, task.x_target),
-        lambda: model.sample_jointly(task.context, task.x_target),
-        lambda: TrainingStep(model, learning_rate=1e-4),
+        lambda model: model(task.x_context, task.y_context, task.x_target),
+        lambda model: model.loss(task),
+        lambda model: model.encode(task.context),
+        lambda model: model.predict(task.context, task.x_target),
+        lambda model: model.sample_jointly(task.context, task.x_target),
+        lambda model: TrainingStep(model, learning_rate=1e-4),
     )
     for target, sentence in (
         (devices.CPU, "Triton kernels run on CUDA"),
@@ -91,18 +102,23 @@ def test_what_8_bits_cannot_run_is_refused_before_it_runs(monkeypatch):
         (devices.named("A10"), "it needs compute capability 8.9 or newer, this GPU has 8.6"),
     ):
         monkeypatch.setitem(devices._seen, ON_CPU, target)
-        refused = f"^variant 'fp8' cannot run attention in e4m3 here: {sentence}.*: choose variant"
-        assert_refused(*((call, refused) for call in calls), error=RuntimeError)
+        for op, model in models.items():
+            name = model.variant.name
+            refused = f"^variant {name!r} cannot run {op} in e4m3 here: {sentence}.*: choose"
+            assert_refused(
+                *((partial(call, model), refused) for call in calls), error=RuntimeError
+            )
     monkeypatch.setitem(devices._seen, ON_CPU, devices.INTERPRETER)
-    model = TransformerNP(CONFIG, "fp8")  # on a CPU it computes in float32
-    assert_refused((lambda: model.loss(task), "bfloat16, not float32"), error=RuntimeError)
+    for name in NAMES:  # on a CPU a model computes in float32 unless told otherwise
+        model = TransformerNP(CONFIG, name)
+        assert_refused((partial(model.loss, task), "bfloat16, not float32"), error=RuntimeError)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize(
     ("variant", "options"),
-    [(FP8, {}), (PACKED, {}), (replace(FP8, recompute_above=100), {}), (FP8, {"checkpoint": True})],
+    [(FP8, {}), (PACKED, {}), (ATTENTION, {}), (replace(FP8, recompute_above=100), {})],
 )
 def test_a_prediction_is_close_to_that_in_16_bits(variant, options, ragged):
     """The bound is the error of two layers, each with a rounding to 3 bits of the mantissa."""
@@ -138,8 +154,12 @@ def test_gradients_are_those_of_16_bits_but_for_roundings_and_no_switch_changes_
     exact, model = TransformerNP(CONFIG, Variant("plain"), torch.float32), build(FP8)
     exact.load_state_dict(model.state_dict())
     expected, found = (loss_and_gradients(each, task) for each in (exact, model))
-    in_16_bits = loss_and_gradients(build("fused_centred"), task)
-    assert distance(in_16_bits, expected) < 0.01 and 0.02 < distance(found, expected) < 0.08
+    in_16_bits, in_attention = (
+        loss_and_gradients(build(one), task) for one in ("fused_centred", ATTENTION)
+    )
+    assert distance(in_16_bits, expected) < 0.01
+    for narrow in (found, in_attention):
+        assert 0.02 < distance(narrow, expected) < 0.08
     one_by_one = build(FP8)  # a hook keeps the layers of a block apart
     for block in one_by_one.blocks:
         block.mlp.register_forward_hook(lambda *_: None)
@@ -148,6 +168,18 @@ def test_gradients_are_those_of_16_bits_but_for_roundings_and_no_switch_changes_
     for other in (build(FP8, checkpoint=True), build(replace(FP8, recompute_above=100))):
         again = loss_and_gradients(other, task)
         assert again["loss"].equal(found["loss"]) and distance(again, found) < 2**-8
+
+
+def test_a_model_with_a_buffer_is_close_to_that_in_16_bits():
+    """The bound is that of a prediction: see above."""
+    config = replace(CONFIG, n_layers=1, buffer=4)
+    task = make_task(config, n_context=40, n_target=9)
+    narrow, wide = build("fp8", config), build("fused", config)
+    found = loss_and_gradients(narrow, task)
+    assert 0.01 < distance(found, loss_and_gradients(wide, task)) < 0.08
+    with torch.no_grad():
+        difference = narrow.joint_log_density(task) - wide.joint_log_density(task)
+    assert 0 < difference.abs().max() < 9 * 0.1
 
 
 @pytest.mark.parametrize("variant", [FP8, PACKED])

@@ -90,10 +90,9 @@ def test_kernels_of_both_passes(op, implementation, change, kernels):
         ),
         ("mlp", "e4m3", {}, None),
         ("mlp", "e4m3", {"gpu": "B200"}, None),
-        ("mlp", "e4m3", {"rows": 70_000, "wanted": ()}, None),
+        ("mlp", "e4m3", {"rows": 70_000}, None),
         ("mlp", "e4m3", {"gpu": "A100"}, "8.9"),
         ("mlp", "e4m3", {"d_model": 40}, "D is 40: it takes multiples of 16"),
-        ("mlp", "e4m3", {"rows": 70_000}, "it gives gradients of up to 65,536 rows, not 70,000"),
         ("mlp", "e4m3", {"dtype": "float16"}, "it takes bfloat16, not float16"),
         ("gelu_linear", "addmm_activation", {"gpu": "CPU", "wanted": ()}, "CUDA"),  # erf's form
         ("gelu_linear", "addmm_activation", {"wanted": ()}, None),

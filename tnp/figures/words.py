@@ -23,6 +23,7 @@ WORDS = {
     "fused_compiled": "ours in a compiled step",
     "fp8": "our step in 8 bits",
     "fp8_packed": "our step in 8 bits with packing",
+    "fp8_attention": "our step with attention in 8 bits too",
     "pytorch_best_fp8": "PyTorch's best in 8 bits",
     "auto": "ours chosen by size",
     # Implementations of one operator.
