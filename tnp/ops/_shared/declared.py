@@ -14,6 +14,7 @@ from tnp.dispatch.spec import (
     Operator,
     Reason,
     Support,
+    Work,
     triton_from,
 )
 
@@ -53,6 +54,11 @@ def by_triton(
         supported=supported or triton_from(80),
         **limits,
     )
+
+
+def in_8_bits(least: Work) -> Work:
+    """Returns the same work with all products in e4m3."""
+    return Work({"e4m3": sum(least.flops.values())}, least.read, least.written)
 
 
 def triton_to_width(most: int) -> Support:

@@ -36,19 +36,19 @@ BY_4 = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def _of_columns(ptr, column):
+def load_columns(ptr, column):
     columns = column + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, QUARTER_ACC))
     return gl.load(ptr + columns)[None, :]
 
 
 @gluon.jit
-def _inverse(power):
+def inverse_power(power):
     """Returns the inverse of a power of two, by its exponent: a division is many instructions."""
     return ((254 << 23) - power.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def _store_rows(ptr, quarter, row, column, n_rows, width):
+def store_rows(ptr, quarter, row, column, n_rows, width):
     """Writes a quarter to rows, with columns in the order of `rows_8bit.column_at`."""
     # Dimensions: warps, halves of an instruction's rows, rows, words, halves of a word, threads,
     # columns. A thread has four words of a row.
@@ -119,7 +119,7 @@ def _scales(pipe, ptrs, tile, n_rows, WARPGROUP: gl.constexpr):
     """
     row = gl.minimum(tile // pipe.n_columns * 2 * TILE + WARPGROUP * TILE, n_rows - 1)
     column = tile % pipe.n_columns * TILE
-    of_columns = _of_columns(ptrs[1], column), _of_columns(ptrs[1], column + BLOCK_K)
+    of_columns = load_columns(ptrs[1], column), load_columns(ptrs[1], column + BLOCK_K)
     return gl.load(ptrs[0] + row), of_columns, gl.load(ptrs[2] + row)
 
 
@@ -135,7 +135,7 @@ def _silu(
         upper, lower = multiply(pipe, tile, WARPGROUP)
         row, column, place = _place(pipe, tile, WARPGROUP)
         if row < n_rows:
-            unit = _inverse(of_h)
+            unit = inverse_power(of_h)
             uppers = quarters(upper)
             lowers = quarters(lower)
             for j in gl.static_range(2):
@@ -146,13 +146,13 @@ def _silu(
                     store_slope(slope_ptr + slope_place(place, 0, j), slope0 * 0.5)
                 h0 = h0 * unit
                 if HAS_ROWS:
-                    _store_rows(rows_ptr, h0, row, begin, n_rows, width)
+                    store_rows(rows_ptr, h0, row, begin, n_rows, width)
                 h1, slope1 = _h_and_slope(lowers[j] * scale)
                 if SAVES:
                     store_slope(slope_ptr + slope_place(place, 1, j), slope1 * 0.5)
                 h1 = h1 * unit
                 if HAS_ROWS:
-                    _store_rows(rows_ptr, h1, row + ROWS, begin, n_rows, width)
+                    store_rows(rows_ptr, h1, row + ROWS, begin, n_rows, width)
                 if SAVES:
                     _store_panel(_panel(panels_ptr, row, begin, width), h0, h1)
 
@@ -172,7 +172,7 @@ def _dsilu(
         upper, lower = multiply(pipe, tile, WARPGROUP)
         row, column, _place_of_slopes = _place(pipe, tile, WARPGROUP)
         if row < n_rows:
-            in_units = of_dy * _inverse(of_dz)
+            in_units = of_dy * inverse_power(of_dz)
             uppers = quarters(upper)
             lowers = quarters(lower)
             for j in gl.static_range(2):
@@ -180,10 +180,10 @@ def _dsilu(
                 scale = of_columns[j] * in_units
                 dz0 = uppers[j] * slope_of(slopes[j]) * scale
                 if HAS_ROWS:
-                    _store_rows(rows_ptr, dz0, row, begin, n_rows, width)
+                    store_rows(rows_ptr, dz0, row, begin, n_rows, width)
                 dz1 = lowers[j] * slope_of(slopes[2 + j]) * scale
                 if HAS_ROWS:
-                    _store_rows(rows_ptr, dz1, row + ROWS, begin, n_rows, width)
+                    store_rows(rows_ptr, dz1, row + ROWS, begin, n_rows, width)
                 if HAS_PANELS:
                     _store_panel(_panel(panels_ptr, row, begin, width), dz0, dz1)
 

@@ -6,7 +6,8 @@
 by PyTorch's grouped matmul. Their results are in x's dtype. `fused` is ours (`hopper`,
 `triton_heads`): the hidden rows, K · F wide, stay on the chip, and the result is float32. On
 Hopper, up to `SAVED_ROWS` rows, it also writes z = x up_kᵀ for the backward pass (`saved_z`).
-Weights are float32 parameters, cast to x's dtype (`tnp.ops._shared.casting`).
+`e4m3` multiplies by up in 8 bits, forward and backward (`composed_8bit`). Weights are float32
+parameters, cast to x's dtype (`tnp.ops._shared.casting`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from tnp.dispatch.spec import (
     ALL_FLOATS,
+    Budget,
     Case,
     Implementation,
     Operation,
@@ -26,7 +28,8 @@ from tnp.dispatch.spec import (
     on_cuda,
     triton_from,
 )
-from tnp.ops._shared.declared import by_pytorch
+from tnp.ops._shared.declared import by_pytorch, by_triton
+from tnp.ops.mixture_heads import eight_bit
 from tnp.util.checks import require_floats, require_one_device
 
 if TYPE_CHECKING:
@@ -40,6 +43,7 @@ MAX_OUTPUTS = 16  # the most outputs of a head, for `fused`
 # For more rows `fused` saves nothing and computes z again, to save memory. In 16 bits z of 40,000
 # rows takes 1.1 GB at 10 heads and F = 1408.
 SAVED_ROWS = 40_000
+E4M3_MULTIPLE = 16  # D must be a multiple, because a library multiplies the 8-bit rows
 N_OUTPUTS = 3  # a model's head: logit of the weight, mean and log sigma of one dimension
 
 
@@ -202,6 +206,27 @@ def _grouped(call):
     return on_cuda(90)(call)
 
 
+def _in_8_bits(call):
+    """Returns why `e4m3` cannot serve a call, or None. It needs tensor cores for e4m3."""
+    if (reason := triton_from(89)(call)) is not None:
+        return reason
+    n_out, d_model = call.problem["n_outputs"], call.problem["d_model"]
+    if n_out != N_OUTPUTS:
+        return f"O, which is 1 + 2·d_y, is {n_out}, and it takes {N_OUTPUTS} outputs a head"
+    if d_model % E4M3_MULTIPLE:
+        return f"D is {d_model}: it takes multiples of {E4M3_MULTIPLE}"
+    return None
+
+
+def _work_in_8_bits(case, pass_):
+    """Counts the products with up in e4m3, and those with down in float32."""
+    least = work(case, pass_)
+    (flops,) = least.flops.values()
+    d_model, n_out = case.problem["d_model"], case.problem["n_outputs"]
+    narrow = flops * d_model / (d_model + n_out)
+    return Work({"e4m3": narrow, "float32": flops - narrow}, least.read, least.written)
+
+
 def _no_activation(x, up, down):
     from torch import einsum
 
@@ -235,6 +260,18 @@ OPERATOR = Operator(
             "fused", forward=_operation("FORWARD", f"{_TRITON}:FEW_ROWS"),
             backward=_operation("BACKWARD"), supported=_fused,
         ),
+        by_triton(
+            "e4m3",
+            "mixture_heads_8bit",
+            "tnp.ops.mixture_heads.composed_8bit",
+            forward=("FORWARD_ORDERED", "FORWARD_Z", "FORWARD_HOPPER_AGAIN", "FORWARD_AGAIN"),
+            backward=("BACKWARD_ORDERED", "BACKWARD_Z", "BACKWARD_HOPPER_AGAIN", "BACKWARD_AGAIN"),
+            supported=_in_8_bits,
+            dtypes=("bfloat16",),
+            precision="e4m3",
+            budget=Budget(emulate=eight_bit.held, rounded=eight_bit.rounded),
+            work=_work_in_8_bits,
+        ),
     ),
     describe=describe,
     draw=draw,
@@ -256,13 +293,14 @@ def mixture_heads(x: Tensor, up: Tensor, down: Tensor, *, implementation: str = 
 
     Args:
         x: [..., D]. `fused` takes bfloat16, float16 or float32, `grouped_mm` bfloat16, others
-            float64 too.
+            float64 too. `e4m3` takes bfloat16.
         up, down: [K, F, D] and [K, O, F], any float dtype, usually float32 parameters. `fused`
-            takes O up to 16, `grouped_mm` D and F that are multiples of 8.
+            takes O up to 16, `grouped_mm` D and F that are multiples of 8, `e4m3` O = 3 and D that
+            is a multiple of 16.
         implementation: a name of `tnp.dispatch.registry`, or "auto".
 
     Returns:
-        [..., K, O], float32 from `fused`, else in x's dtype.
+        [..., K, O], float32 from `fused` and `e4m3`, else in x's dtype.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit together.

@@ -24,7 +24,7 @@ from tnp.dispatch.spec import (
     Work,
     triton_from,
 )
-from tnp.ops._shared.declared import by_pytorch, by_triton
+from tnp.ops._shared.declared import by_pytorch, by_triton, in_8_bits
 from tnp.ops.mlp import eight_bit
 from tnp.util.checks import require_floats, require_one_device
 
@@ -193,11 +193,6 @@ def _without_scales(x, up, down):
     return reference(clamped + (narrow - clamped.detach()), up, down)
 
 
-def _work_in_8_bits(case, pass_):
-    least = work(case, pass_)
-    return Work({"e4m3": sum(least.flops.values())}, least.read, least.written)
-
-
 _FUSED = by_triton(
     "fused",
     "mlp",
@@ -230,7 +225,7 @@ OPERATOR = Operator(
             dtypes=("bfloat16",),
             precision="e4m3",
             budget=Budget(emulate=eight_bit.held, rounded=eight_bit.rounded),
-            work=_work_in_8_bits,
+            work=lambda case, pass_: in_8_bits(work(case, pass_)),
         ),
     ),
     describe=describe,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from tnp.dispatch.spec import Case, Work
+from tnp.dispatch.spec import Case
 from tnp.ops._shared import e4m3
 from tnp.ops._shared.e4m3 import LEAST
 
@@ -22,14 +22,6 @@ if TYPE_CHECKING:
 # so a product of two grows by at most the factor 1.13.
 H_FACTOR = 1.15
 DZ_FACTOR = 1.1 * H_FACTOR
-
-
-def work(least: Work, pass_: str) -> Work:
-    """Counts the work of the layer in e4m3, except for the weights' gradients."""
-    ((dtype, flops),) = least.flops.items()
-    share = {"forward": 1.0, "backward": 0.5}[pass_]
-    split = {"e4m3": share * flops, dtype: (1.0 - share) * flops}
-    return Work({name: n for name, n in split.items() if n}, least.read, least.written)
 
 
 # -------------------------------------------------------------------------------- the number format
