@@ -8,11 +8,15 @@ import torch
 from torch import nn
 
 from tests.ops.problems import DEVICE
+from tnp.dispatch import devices
 from tnp.dispatch.call import forget
 from tnp.dispatch.plans import launch_configs
+from tnp.dispatch.registry import catalog
+from tnp.gates.results import Setting
 from tnp.model.config import TNPConfig
 from tnp.model.transformer_np import TransformerNP
 from tnp.model.variants import Variant
+from tnp.ops.transformer_block import OPERATOR, reference
 from tnp.tasks.task import Task
 
 CONFIG = TNPConfig(d_x=2, d_model=32, n_layers=2, n_heads=2, d_ff=48, n_components=3)
@@ -164,3 +168,14 @@ def test_a_plan_names_the_kernels_of_its_layers():
     model(FUSED).loss(task()).backward()
     blocks = [one for one in launch_configs() if one["problem"].count("transformer_block")]
     assert blocks and all("attention.fused" in one and "mlp.forward" in one for one in blocks)
+
+
+def test_the_bounds_of_an_mlp_in_8_bits_find_each_control():
+    found = catalog().load("transformer_block", "fused")
+    cases = OPERATOR.cases(devices.of_device(DEVICE))
+    case = next(case for case in cases if case.problem["mlp"] == "e4m3" and case.problem["update"])
+    setting = Setting.of(OPERATOR, found, case, DEVICE)
+    for broken in (reference, *OPERATOR.controls.values()):
+        got = setting.results(broken, setting.inputs, setting.upstream)
+        is_red = any(ratio > bound for _, ratio, bound in setting.judged(got))
+        assert is_red == (broken is not reference)
