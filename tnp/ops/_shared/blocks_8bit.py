@@ -1,13 +1,14 @@
-"""Quantizes activations and gradients to 8 bits (e4m3) with one power of two for 128 rows.
+"""Quantizes activations and gradients to 8 bits (e4m3), with a scale for each 128 rows.
 
     x [T, C] → rows [T, C] e4m3, panels [⌈T/128⌉, C, 128] e4m3, scale [T] float32
 
     x ≈ scale · rows, and scale is equal within a block of 128 rows
 
 The scale is the smallest power of two with which the block's largest finite element is at most 448,
-the largest number of e4m3. A floating-point format loses little by a scale that is too large: a row
-is still exact to 4 bits if its largest element is 2^13 times smaller than the block's. NaN and
-infinities become NaN, because a scale would hide an infinity.
+the largest number of e4m3. Here it is measured; `hopper_norm_8bit` and the products bound it
+instead. A floating-point format loses little by a scale that is too large: a row's largest element
+keeps 4 significant bits even if it is 2^13 times smaller than the block's. NaN and infinities
+become NaN, because clamping to 448 would hide an infinity.
 
 Panels hold the same codes transposed, for gradients of weights. Those are sums over rows, and
 Hopper multiplies 8-bit operands only if both are contiguous along the summed dimension. A line of
@@ -15,8 +16,8 @@ Hopper multiplies 8-bit operands only if both are contiguous along the summed di
 tile then packs a word from its own registers. Rows past T are zeros.
 
 Elements of a product x wᵀ are at most ‖x_t‖ · max_f ‖w_f‖ (Cauchy–Schwarz), which is known before
-the product. `bound` is the scale of the product's rows that follows, so a kernel rounds its product
-at once.
+the product. `bound` is the scale of the next product's rows that follows, so a kernel rounds its
+product at once.
 """
 
 from collections.abc import Callable
@@ -40,7 +41,7 @@ _BLOCK, _LEAST = tl.constexpr(BLOCK), tl.constexpr(LEAST)
 class Blocks(NamedTuple):
     """Holds a matrix in 8 bits."""
 
-    rows: Tensor  # [T, C] e4m3, contiguous
+    rows: Tensor | None  # [T, C] e4m3, contiguous; None: nobody reads them
     scale: Tensor  # [T] float32
     panels: Tensor | None  # [blocks, C, 128] e4m3; None: nobody reads them
     bound: Tensor  # [T] float32, the scale of the product's rows
@@ -121,13 +122,13 @@ def blocks_quantizer(
     """Returns a function that quantizes matrices of this shape.
 
     Call it with a matrix of any float dtype, whose rows are contiguous and `stride` apart; the
-    other matrix of the product, which has so many `norms`; and the factor by which results may
-    exceed the product's elements.
+    second operand of the next product; and the largest ratio of a result to an element of that
+    product.
 
     Args:
         shape: [T, C].
         stride: elements from one row to the next.
-        norms: the length of the other matrix's `bound`.
+        norms: the length of the second operand's `bound`.
         panels: whether to write panels.
     """
     n_rows, n_columns = shape

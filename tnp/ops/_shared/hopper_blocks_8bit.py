@@ -23,7 +23,7 @@ from tnp.ops._shared.rows_8bit import InRows
 NUM_WARPS = 4
 GROUP = gl.constexpr(32)  # rows of a program
 SIZED = 16  # rows that the first launch measures together
-COLUMNS = gl.constexpr(128)  # of a group that all threads have at once
+COLUMNS = gl.constexpr(128)  # of a group that a program handles in one step
 _LEAST = gl.constexpr(LEAST)
 _SIZES = gl.constexpr(BLOCK // SIZED)
 # Positions, pairs of columns; then words of rows, [32, 32], and words of panels, [8, 64].

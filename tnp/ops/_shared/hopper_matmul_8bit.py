@@ -8,8 +8,8 @@ which would limit these products.
 
 Consumers take the blocks of a tile one after the other. A stage is free when both have read it. A
 tile has 4 blocks and there are 5 stages, so that the next tile's first block is there when the
-second consumer begins. Block k of x may be replaced when the block of w that came 4 before has been
-read. A stage of its own tells that.
+second consumer begins. The producer overwrites block k of x when both consumers have read the block
+of w four steps earlier. That block's `empty` barrier signals this.
 """
 
 from triton.experimental import gluon
@@ -49,7 +49,7 @@ class Pipeline:
 
 @gluon.jit
 def pipeline(x_desc, w_desc, n_rows, n_columns, GROUP: gl.constexpr):
-    """Returns a program's share of the tiles: whole groups of GROUP tiles, which divides a row."""
+    """Returns a program's pipeline. It takes whole groups of GROUP tiles; GROUP divides a row."""
     groups = gl.cdiv(n_rows, UNIT) * (n_columns // GROUP)
     program = gl.program_id(0)
     return Pipeline(
@@ -95,7 +95,7 @@ def produce(pipe, x_desc, w_desc):
 def multiply(pipe, tile, WARPGROUP: gl.constexpr):
     """Returns the product of a consumer's 128 rows and a tile's columns, as two halves [64, 128].
 
-    Consumer 0 goes first, and each lets the other begin with its own last block.
+    Consumer 0 goes first. Each consumer releases the other when its own last block arrives.
     """
     turn = tile - pipe.first
     mbarrier.wait(pipe.turn.index(WARPGROUP), (turn + WARPGROUP + 1) & 1)

@@ -3,8 +3,8 @@
     sum = x + update    normalized = sum · rstd · weight, as blocks (`blocks_8bit`)
 
 Normalized rows never reach memory in 16 bits, and no launch has to find their largest elements.
-Elements of a row are at most √512 · max|weight|, which gives one scale for all rows. It is some
-five times too high, and a floating-point format loses little by that.
+Elements of a row are at most √512 · max|weight|, which gives one scale for all rows. That is more
+than most rows need, and a floating-point format loses little by it.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ from tnp.ops._shared.operands import dense, rows_of
 from tnp.ops._shared.rows_8bit import InRows
 
 WIDTH = 512
-# It bounds a normalized element, with what its rounding adds.
+# Bounds a normalized element before its weight. The factor 1.01 allows for rounding.
 LARGEST = gl.constexpr(sqrt(WIDTH) * 1.01)
 
 
@@ -103,9 +103,8 @@ def norm_quantizer(
 ) -> Callable[[Tensor, Tensor, Tensor, float, InRows, float], tuple[Tensor, Blocks]]:
     """Returns a function of (x, update, weight, eps, other, factor) → (sum, blocks).
 
-    x and update are bfloat16 [..., 512], and the sum has x's shape. `other` is the other matrix of
-    the product that reads the blocks, and `factor` tells by how much results may exceed its
-    elements.
+    x and update are bfloat16 [..., 512], and the sum has x's shape. `other` is the second
+    operand of the next product, and `factor` the largest ratio of a result to an element of it.
     """
     x_rows, update_rows = rows_of(x, tma=True), rows_of(update, tma=True)
     n_rows = x_rows.n

@@ -8,8 +8,8 @@ blocks (`tnp.ops._shared.blocks_8bit`), w has a scale for each row (`tnp.ops._sh
 The backward pass takes w transposed, because Hopper multiplies 8-bit operands only if both are
 contiguous along the summed dimension.
 
-h and dz leave in 8 bits alone, in units that are known beforehand: as rows for the next product and
-as panels for the gradient of a weight. Both sums may take their terms in any order. So columns of
+The kernels write h and dz only in 8 bits, with a scale computed before the product: as rows for the
+next product, and as panels for the gradient of a weight. Both may sum in any order. So columns of
 rows, and rows of panels, lie in the order of a tile's registers. A thread packs its own numbers in
 words and writes them, without shared memory and without an exchange. Four threads fill two sectors
 of a row, and eight fill one of a panel.
@@ -115,7 +115,7 @@ def _place(pipe, tile, WARPGROUP: gl.constexpr):
 def _scales(pipe, ptrs, tile, n_rows, WARPGROUP: gl.constexpr):
     """Returns the scale of the rows, the scales of both halves of the columns, the result's scale.
 
-    A consumer without rows gets those of the last row.
+    A consumer past the last row gets those of the last row.
     """
     row = gl.minimum(tile // pipe.n_columns * 2 * TILE + WARPGROUP * TILE, n_rows - 1)
     column = tile % pipe.n_columns * TILE
@@ -165,7 +165,7 @@ def _dsilu(
     width = pipe.n_columns * TILE
     for tile in range(pipe.first, pipe.last):
         # Slopes and scales are loaded before the product, so that they arrive meanwhile. A consumer
-        # without rows loads others.
+        # past the last row loads those of the last block.
         block = gl.minimum(tile // pipe.n_columns * 2 + WARPGROUP, (n_rows - 1) // TILE)
         slopes = load_slopes(slope_ptr, block * pipe.n_columns + tile % pipe.n_columns)
         of_dy, of_columns, of_dz = _scales(pipe, scales, tile, n_rows, WARPGROUP)

@@ -5,8 +5,8 @@ In the forward pass a consumer takes all tiles of a head for its 128 rows, as in
 tile's registers (`tnp.ops._shared.rows_8bit.column_at`).
 
 The kernel of the backward pass reads z, and writes dz as rows in the same order and as panels.
-Memory should limit it, so it takes few instructions an element. A program walks blocks of 128 rows
-of 64 columns. A thread has four columns, which are a word of a row, and 16 rows of a block. In a
+It takes few instructions an element. A program takes 64 columns and walks blocks of 128 rows. A
+thread has four columns, which are a word of a row, and 16 rows of a block. In a
 panel's line these are 16 consecutive bytes. So it packs words of rows and of panels from its own
 numbers, and adds up ddown for its own columns.
 """
@@ -34,10 +34,10 @@ N_OUT = gl.constexpr(3)
 BLOCK_ROWS = gl.constexpr(BLOCK)
 # Blocks of rows that a program of the backward pass walks.
 WALKED = 8
-# So few that a multiprocessor holds four programs.
+# Limits registers so that four programs fit on a multiprocessor.
 MOST_REGISTERS = 128
-# A program's words of a row, [8, 16]: each index of the first dimension stands for four consecutive
-# positions of a panel's line, in the first two for one of them.
+# WORDS [8, 16]: index i holds panel positions 16i to 16i + 15. POSITIONS adds four of them, or their
+# four words.
 WORDS = gl.constexpr(gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0]))
 POSITIONS = gl.constexpr(gl.BlockedLayout([1, 1, 4], [2, 16, 1], [4, 1, 1], [2, 1, 0]))
 
@@ -60,7 +60,7 @@ def _lane_sums(x):
 
 @gluon.jit
 def _add_outputs(out, half, w):
-    """Adds the outputs of a quarter of half of z. With t = tanh(z/2), σ(z) is (1 + t) / 2."""
+    """Adds a quarter's share of the three outputs. `half` is z / 2; σ(z) is (1 + tanh(z/2)) / 2."""
     h = half * _tanh(half) + half
     return (
         out[0] + _lane_sums(h * w[0]), out[1] + _lane_sums(h * w[1]), out[2] + _lane_sums(h * w[2])
@@ -245,7 +245,7 @@ def mixture_heads_dz_hopper_8bit_kernel(
         ),)  # fmt: skip
         totals += ((zero, zero, zero),)
     for block in range(group * WALKED, last):
-        # Rows of a block are constants apart, so all its addresses follow from one.
+        # Offsets of rows are compile-time constants, so one base address serves a block.
         at_block = block.to(gl.int64) * (BLOCK_ROWS * (WIDTH // 4))
         z_ptrs = z_ptr + at_block + offsets
         dz_ptrs = dz_ptr + at_block + offsets
@@ -254,7 +254,7 @@ def mixture_heads_dz_hopper_8bit_kernel(
             for m in gl.static_range(4):
                 codes += (gl.load(z_ptrs + (i + m // 2 * 64 + m % 2 * 8) * (WIDTH // 4)),)
         half_unit = gl.load(z_scale_ptr + block * BLOCK_ROWS) * 0.5
-        # dz is in units of its scale; the half is for twice the slope.
+        # dz is in units of its scale. The factor 0.5 cancels that of twice the slope.
         unit = inverse_power(gl.load(dz_scale_ptr + block * BLOCK_ROWS)) * 0.5
         dout_at = dout_ptr + (block * N_HEADS + head).to(gl.int64) * (3 * BLOCK_ROWS)
         packed = ()

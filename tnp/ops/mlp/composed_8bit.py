@@ -84,10 +84,10 @@ class Hidden:
     """Computes the hidden layer of n rows.
 
     Args:
-        call: the layer's.
-        x, up: tensors of its layout.
-        n: rows of a call.
-        kernels: their modules.
+        call: the call of the layer.
+        x, up: examples that fix shapes and strides.
+        n: rows of each chunk.
+        kernels: the modules of the kernels.
         rows: whether rows of h are returned.
         save: whether panels of x and h, and z or its slope, are returned.
     """
@@ -116,15 +116,17 @@ def prepare(call: Call, config, inputs, *, kernels: Kernels, again: bool = False
     shape, rows = x.shape, kernels.rows(x)
     width, d = hidden_width(up.shape[0]), x.shape[-1]
     save = bool(call.wanted) and not again
-    of_up = rows_quantizer(up, up.shape, up.stride(), (width, d))
-    of_down = rows_quantizer(down, down.shape, down.stride(), (d, width), kernels.products.ORDERED)
+    quantize_up = rows_quantizer(up, up.shape, up.stride(), (width, d))
+    quantize_down = rows_quantizer(
+        down, down.shape, down.stride(), (d, width), kernels.products.ORDERED
+    )
     chunks = _chunks(rows.n, again)
     hidden = [Hidden(call, x, up, n, kernels, True, save) for _, n in chunks]
     times = row_product(x)
 
     def launch(inputs, scalars):
         x, up, down = inputs
-        up8, down8 = of_up(up), of_down(down)
+        up8, down8 = quantize_up(up), quantize_down(down)
         x = rows.matrix(x)
         if len(chunks) > 1:
             y = x.new_empty(rows.n, d)
@@ -148,15 +150,17 @@ def prepare_normed(call: Call, inputs: tuple[Tensor, ...]) -> Callable:
     x, update, _weight, up, down = inputs
     shape, n, d, width = x.shape, x.numel() // x.shape[-1], x.shape[-1], hidden_width(up.shape[0])
     save = bool(call.wanted)
-    of_up = rows_quantizer(up, up.shape, up.stride(), (width, d))
-    of_down = rows_quantizer(down, down.shape, down.stride(), (d, width), hopper_silu_8bit.ORDERED)
+    quantize_up = rows_quantizer(up, up.shape, up.stride(), (width, d))
+    quantize_down = rows_quantizer(
+        down, down.shape, down.stride(), (d, width), hopper_silu_8bit.ORDERED
+    )
     norm = norm_quantizer(x, update, n_norms((width, d)), panels=save)
     silu = hopper_silu_8bit.matmul_silu(call.target, (n, width), d, True, save)
     times = row_product(x)
 
     def launch(inputs: tuple, scalars: tuple) -> tuple[tuple, tuple]:
         x, update, weight, up, down = inputs
-        up8, down8 = of_up(up), of_down(down)
+        up8, down8 = quantize_up(up), quantize_down(down)
         total, x8 = norm(x, update, weight, *scalars, up8, H_FACTOR)
         h8, panels, slope = silu(x8, up8)
         y = times(h8, x8.bound, down8).view(shape)
@@ -178,30 +182,32 @@ def prepare_backward(call: Call, config, inputs, *, kernels: Kernels, again: boo
     dy_rows, x_rows = kernels.rows(dy, contiguous=True), kernels.rows(x)
     dx_wanted, dup_wanted, ddown_wanted = (name in call.wanted for name in NAMES)
     up_t, down_t = up.t(), down.t()
-    of_up_rows = rows_quantizer(up, up.shape, up.stride(), (width, d))
-    of_down_t = rows_quantizer(down, down_t.shape, down_t.stride(), (width, d))
-    of_up_t = rows_quantizer(up, up_t.shape, up_t.stride(), (d, width), kernels.products.ORDERED)
+    quantize_up = rows_quantizer(up, up.shape, up.stride(), (width, d))
+    quantize_down_t = rows_quantizer(down, down_t.shape, down_t.stride(), (width, d))
+    quantize_up_t = rows_quantizer(
+        up, up_t.shape, up_t.stride(), (d, width), kernels.products.ORDERED
+    )
     chunks = _chunks(x_rows.n, again)
     gradient, quantizer = kernels.gradients.gradient, kernels.blocks.blocks_quantizer
-    of_dy, hidden, dsilu, of_weights = [], [], [], []
+    quantize_dy, hidden, dsilu, gradients = [], [], [], []
     for _, n in chunks:
         if again:
             hidden.append(Hidden(call, x, up, n, kernels, False, True))
-        of_dy.append(quantizer((n, d), d, n_norms((width, d)), panels=ddown_wanted))
+        quantize_dy.append(quantizer((n, d), d, n_norms((width, d)), panels=ddown_wanted))
         dsilu.append(
             kernels.products.matmul_dsilu(call.target, (n, width), d, dx_wanted, dup_wanted)
         )
-        of_weights.append((gradient(call.target, n, width, d), gradient(call.target, n, d, width)))
+        gradients.append((gradient(call.target, n, width, d), gradient(call.target, n, d, width)))
     times, as_up, as_down = row_product(x), of_up(up), of_down(down)
 
     def launch(inputs, scalars):
         (dy,), (x, up, down), saved = inputs
         dy, dx, dup, ddown = dy_rows.matrix(dy), None, None, None
-        down8 = of_down_t(down)
+        down8_t = quantize_down_t(down)
         if again:
-            x, up8 = x_rows.matrix(x), of_up_rows(up)
+            x, up8 = x_rows.matrix(x), quantize_up(up)
         if dx_wanted:
-            dx, up8_t = dy.new_empty(dy.shape), of_up_t(up)
+            dx, up8_t = dy.new_empty(dy.shape), quantize_up_t(up)
         for i, (start, n) in enumerate(chunks):
             if again:
                 x8, h8, slope = hidden[i](x.narrow(0, start, n), up8)
@@ -209,17 +215,17 @@ def prepare_backward(call: Call, config, inputs, *, kernels: Kernels, again: boo
                 x_panels, x_scale, h_panels, h_scale, slope = saved
                 x8 = Blocks(None, x_scale, x_panels, x_scale)
                 h8 = Blocks(None, h_scale, h_panels, h_scale)
-            dy8 = of_dy[i](dy.narrow(0, start, n), down8, DZ_FACTOR)
+            dy8 = quantize_dy[i](dy.narrow(0, start, n), down8_t, DZ_FACTOR)
             if dx_wanted or dup_wanted:
-                dz8, panels = dsilu[i](dy8, down8, slope)
-                of_dz = Blocks(dz8, dy8.bound, panels, dy8.bound)
+                dz8, panels = dsilu[i](dy8, down8_t, slope)
+                dz = Blocks(dz8, dy8.bound, panels, dy8.bound)
             if dx_wanted:
                 times(dz8, dy8.bound, up8_t, out=dx.narrow(0, start, n))
-            of_up_weight, of_down_weight = of_weights[i]
+            gradient_of_up, gradient_of_down = gradients[i]
             if dup_wanted:
-                dup = _sum(dup, of_up_weight(of_dz, x8))
+                dup = _sum(dup, gradient_of_up(dz, x8))
             if ddown_wanted:
-                ddown = _sum(ddown, of_down_weight(dy8, h8))
+                ddown = _sum(ddown, gradient_of_down(dy8, h8))
         return (
             dx.view(shape) if dx_wanted else None,
             as_up(dup) if dup_wanted else None,
@@ -235,7 +241,7 @@ def _sum(total: Tensor | None, part: Tensor) -> Tensor:
 
 def _saves(call: Call) -> Reason:
     rows = call.problem["rows"]
-    return f"of more than {SAVED_ROWS:,} rows nothing is saved" if rows > SAVED_ROWS else None
+    return f"it saves nothing above {SAVED_ROWS:,} rows" if rows > SAVED_ROWS else None
 
 
 def _hopper_saves(call: Call) -> Reason:

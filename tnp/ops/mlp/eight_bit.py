@@ -2,8 +2,9 @@
 
 `composed_8bit` says what is rounded. The same is computed here in PyTorch, for the gate. `held`
 returns the rounded operands of the forward pass in float64. `rounded` returns the results in
-float64, with all roundings to 8 bits, and of silu'(z) to 16 bits. Functions import torch
-when they run, because planning reads this module without torch.
+float64, with all roundings to 8 bits, and silu'(z) rounded to 16 bits. The codes of `hopper_slope`
+are nearly as fine, and left out. Functions import torch when they run, because planning reads this
+module without torch.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from tnp.ops._shared.e4m3 import LEAST
 if TYPE_CHECKING:
     from torch import Tensor
 
-# |silu(z)| ≤ |z| and |silu'(z)| < 1.1. Rounding to e4m3 changes no number by more than a sixteenth,
-# so a product of two grows by at most the factor 1.13.
+# |silu(z)| ≤ |z| and |silu'(z)| < 1.1. Rounding to e4m3 changes a normal number by at most a
+# sixteenth, so a product of two grows by at most the factor 1.13. Smaller numbers add too little.
 H_FACTOR = 1.15
 DZ_FACTOR = 1.1 * H_FACTOR
 
