@@ -1,12 +1,13 @@
--- Grain: device × recipe × variant × products × baseline. Compares the final held-out likelihoods of
--- paired seeds.
+-- Grain: device × recipe × variant × products × baseline. Compares the final held-out likelihoods
+-- of paired seeds.
 --
 -- A pair has the same recipe, seed, tasks and first weights. Its difference is that of the last
 -- held-out log-likelihoods, in nats a target. `equivalent`: both one-sided t-tests at 5 % reject a
 -- difference of `margin` or more, so the 90 % interval of the mean lies within ± margin.
 -- `calibrated` says the same of the share of targets inside 90 % intervals. Both are null with
--- fewer than five pairs, and where a seed has one run alone. With five
--- complete pairs, both are false if a run diverged or stopped early. `less_accurate`: gate `batch_noise` fails for an operator of the variant.
+-- fewer than five pairs, and where a seed has one run alone. With five pairs, both are false if a
+-- run diverged or stopped early. `less_accurate`: gate `batch_noise` fails for an operator of the
+-- variant.
 create or replace view training_seeds as
 with ends as (
     select

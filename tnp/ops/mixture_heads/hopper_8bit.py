@@ -36,8 +36,8 @@ BLOCK_ROWS = gl.constexpr(BLOCK)
 WALKED = 8
 # Limits registers so that four programs fit on a multiprocessor.
 MOST_REGISTERS = 128
-# WORDS [8, 16]: index i holds panel positions 16i to 16i + 15. POSITIONS adds four of them, or their
-# four words.
+# WORDS [8, 16]: index i holds panel positions 16i to 16i + 15. POSITIONS adds four of them, or
+# their four words.
 WORDS = gl.constexpr(gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0]))
 POSITIONS = gl.constexpr(gl.BlockedLayout([1, 1, 4], [2, 16, 1], [4, 1, 1], [2, 1, 0]))
 
