@@ -32,7 +32,7 @@ def checks(device: torch.device) -> Iterator[Check]:
             found = n_not_finite(_model(device, name), [_task(device, *sizes, seed=i)
                                                         for i in range(N_STEPS + 1)])  # fmt: skip
             yield Check(f"{name} at {shape}: losses and gradients not finite", "count", found, 0.0)
-        for what, made in (("an infinite weight", infinite_weight), ("a NaN in y", nan_in_context)):
+        for what, made in BAD.items():
             loss = made(_model(device, name), _task(device, *SHAPES["mid"], seed=0))
             yield Check(f"control must fail: {name}, the loss with {what}", "count",
                         float(not math.isfinite(loss)), 1.0, larger_is_better=True)  # fmt: skip
@@ -63,10 +63,24 @@ def infinite_weight(model: TransformerNP, task: Task) -> float:
 
 
 @torch.no_grad()
+def infinite_norm(model: TransformerNP, task: Task) -> float:
+    """Returns the loss with one infinite weight in the norm before the first block's MLP."""
+    model.blocks[0].mlp.norm.weight[0] = math.inf
+    return model.nll(*task).item()
+
+
+@torch.no_grad()
 def nan_in_context(model: TransformerNP, task: Task) -> float:
     """Returns the loss with a NaN among the values of the first sample's context."""
     task.y_context[0, -1, 0] = math.nan
     return model.nll(*task).item()
+
+
+BAD = {
+    "an infinite weight": infinite_weight,
+    "an infinite weight of a norm": infinite_norm,
+    "a NaN in y": nan_in_context,
+}
 
 
 def _model(device: torch.device, name: str) -> TransformerNP:

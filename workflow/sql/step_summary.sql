@@ -13,7 +13,15 @@ with trained as (
         device,
         variant,
         coalesce(
-            min(verdict) filter (where not (equivalent and calibrated)), 'equal in training'
+            arg_min(
+                verdict,
+                case verdict
+                    when 'diverged' then 0
+                    when 'not shown to be equal in training' then 1
+                    else 2
+                end
+            ) filter (where not (equivalent and calibrated)),
+            'equal in training'
         ) as trains
     from training_seeds
     where products = '' and equivalent is not null

@@ -106,7 +106,7 @@ def unpacked(pairs):
 
 
 @gluon.jit
-def _scaled(x, unit):
+def scaled(x, unit):
     """Returns x in its unit, NaN where x is not finite."""
     x = x * unit
     return gl.where(gl.abs(x) < float("inf"), x, float("nan"))
@@ -172,7 +172,7 @@ def quantize_blocks_hopper_kernel(
     e = exponent(_of_block(largest_ptr, group, n_sizes))
     for i in gl.static_range(C // COLUMNS):
         even, odd = unpacked(parts[i])
-        even, odd = _scaled(even, power(-e)), _scaled(odd, power(-e))
+        even, odd = scaled(even, power(-e)), scaled(odd, power(-e))
         store_columns(even, odd, rows_ptr, panels_ptr, group, i * COLUMNS, n_rows, C, HAS_PANELS)
     norm = _of_block(norm_ptr, group, n_sizes)
     bound = power(exponent(norm * (largest_of(norms_ptr, n_norms, NORMS) * factor)))

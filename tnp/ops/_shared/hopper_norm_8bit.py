@@ -29,6 +29,7 @@ from tnp.ops._shared.hopper_blocks_8bit import (
     largest_of,
     n_groups,
     power,
+    scaled,
     store_columns,
     store_scales,
     unpacked,
@@ -90,8 +91,8 @@ def add_norm_hopper_8bit_kernel(
     unit = rstd * power(-e)
     for i in gl.static_range(C // COLUMNS):
         even, odd = unpacked(parts[i])
-        even = even * unit * _of_parity(weight_ptr, i * COLUMNS, 0)
-        odd = odd * unit * _of_parity(weight_ptr, i * COLUMNS, 1)
+        even = scaled(even * unit, _of_parity(weight_ptr, i * COLUMNS, 0))
+        odd = scaled(odd * unit, _of_parity(weight_ptr, i * COLUMNS, 1))
         store_columns(even, odd, rows_ptr, panels_ptr, group, i * COLUMNS, n_rows, C, HAS_PANELS)
     norm = largest * LARGEST
     bound = power(exponent(norm * (largest_of(norms_ptr, n_norms, NORMS) * factor)))
@@ -126,7 +127,7 @@ def norm_quantizer(
         read = x_rows.pointed(x), update_rows.pointed(update), total
         read = [one.view(torch.int32) for one in read]
         written = words(rows, of_columns, scale)
-        kernel(*read, *written, scale, bound, weight, other.bound, eps, factor)
+        kernel(*read, *written, scale, bound, weight.contiguous(), other.bound, eps, factor)
         return total, Blocks(rows, scale, of_columns, bound)
 
     return run

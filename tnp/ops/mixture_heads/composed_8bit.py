@@ -214,7 +214,7 @@ def _sum(total: Tensor | None, part: Tensor) -> Tensor:
 
 def _saves(call: Call) -> Reason:
     rows = call.problem["rows"]
-    return f"of more than {SAVED_ROWS:,} rows nothing is saved" if rows > SAVED_ROWS else None
+    return f"it saves nothing above {SAVED_ROWS:,} rows" if rows > SAVED_ROWS else None
 
 
 def _hopper_saves(call: Call) -> Reason:

@@ -17,8 +17,8 @@ from tnp.ops._shared.e4m3 import LEAST
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Rounding to e4m3 changes no number by more than a sixteenth, so a product of two grows by at most
-# the factor 1.13.
+# Rounding to e4m3 changes a normal number by at most a sixteenth, so a product of two grows by at
+# most the factor 1.13.
 Z_FACTOR = 1.15
 # |silu'(z)| < 1.1; the other factors of dz are float32.
 DZ_FACTOR = 1.11

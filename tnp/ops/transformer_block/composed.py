@@ -90,6 +90,8 @@ class NormAndMLP:
     def __init__(self, norm: Layer, mlp: Layer) -> None:
         self.norm, self.mlp = norm, mlp
         self.together = mlp.kernel is composed_8bit.FORWARD_SLOPE
+        if self.together:  # rows record the kernel that runs
+            norm.choices[norm.found.forward.name] = {"choice": "norm_8bit", "source": "mlp"}
         self.run: Callable | None = None
 
     def forward(self, inputs: tuple, scalars: tuple) -> tuple[tuple, tuple]:
