@@ -77,11 +77,11 @@ def test_what_8_bits_cannot_run_is_refused_before_it_runs(monkeypatch):
     in_attention = "variant 'fp8_attention' cannot run attention in e4m3 here"
     assert_refused(
         (lambda: build("fp8", narrow),
-         "'fp8' cannot run mlp in e4m3 here: D is 72: it takes multiples of 16: choose variant"),
+         "'fp8' cannot run mlp in e4m3 here: D is 72: it takes multiples of 16. Choose variant"),
         (lambda: build("fp8_attention", replace(CONFIG, n_heads=4)),
-         f"{in_attention}: it takes head_dim 64, not 32: choose variant 'auto'"),
+         f"{in_attention}: it takes head_dim 64, not 32. Choose variant 'auto'"),
         *((lambda name=name, dtype=dtype: TransformerNP(CONFIG, name, dtype),
-           f"it takes bfloat16, not {str(dtype)[6:]}: choose variant 'auto'")
+           f"it takes bfloat16, not {str(dtype)[6:]}. Choose variant 'auto'")
           for dtype in (torch.float16, torch.float32, torch.float64) for name in NAMES),
         (lambda: build("fp8_packed", buffered), "packs rows: a model with a buffer does not"),
         (lambda: build("fp8_attention", buffered), "has centred_keys: a mean of a sample's"),
@@ -106,7 +106,7 @@ def test_what_8_bits_cannot_run_is_refused_before_it_runs(monkeypatch):
         monkeypatch.setitem(devices._seen, ON_CPU, target)
         for op, model in models.items():
             name = model.variant.name
-            refused = f"^variant {name!r} cannot run {op} in e4m3 here: {sentence}.*: choose"
+            refused = f"^variant {name!r} cannot run {op} in e4m3 here: {sentence}.*\. Choose"
             assert_refused(*((partial(call, model), refused) for call in calls), error=RuntimeError)
     monkeypatch.setitem(devices._seen, ON_CPU, devices.INTERPRETER)
     for name in NAMES:  # on a CPU a model computes in float32 unless told otherwise

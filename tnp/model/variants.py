@@ -227,7 +227,7 @@ class Variant:
             if reason is not None:
                 return (
                     f"variant {self.name!r} cannot run {operator.name} in {own.precision} here: "
-                    f"{reason}: choose variant 'auto', which runs anywhere"
+                    f"{reason}. Choose variant 'auto', which runs anywhere"
                 )
         return None
 

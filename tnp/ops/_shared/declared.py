@@ -21,6 +21,8 @@ from tnp.dispatch.spec import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+E4M3_MULTIPLE = 16  # PyTorch's products of 8-bit rows take widths that are multiples of this
+
 
 def by_pytorch(
     run: Callable[..., Any], options: tuple[str, ...] = ()
@@ -54,6 +56,13 @@ def by_triton(
         supported=supported or triton_from(80),
         **limits,
     )
+
+
+def width_in_8_bits(d_model: int) -> Reason:
+    """Returns why a library cannot multiply 8-bit rows of this width, or None."""
+    if d_model % E4M3_MULTIPLE:
+        return f"D is {d_model}: it takes multiples of {E4M3_MULTIPLE}"
+    return None
 
 
 def in_8_bits(least: Work) -> Work:

@@ -49,6 +49,16 @@ def scaled(x: Tensor, dims: tuple[int, ...], least: int) -> Tensor:
     return in_units(x, exponents(x.abs().amax(dims, keepdim=True), least))
 
 
+def rows(w: Tensor) -> Tensor:
+    """Returns a weight [..., R, C], rounded with a scale for each row, in float64."""
+    return scaled(w.float(), (-1,), LEAST)
+
+
+def known(x: Tensor, bound: Tensor) -> Tensor:
+    """Returns x, rounded in units for elements of at most `bound`, in float64. They broadcast."""
+    return in_units(x, exponents(bound.float(), LEAST))
+
+
 def blocks(x: Tensor) -> Tensor:
     """Returns float32 x [T, C], rounded with a scale for each `BLOCK` rows, in float64."""
     return in_units(x, exponents(over_blocks(x.abs().amax(1, keepdim=True)), LEAST))

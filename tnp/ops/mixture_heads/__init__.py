@@ -28,7 +28,7 @@ from tnp.dispatch.spec import (
     on_cuda,
     triton_from,
 )
-from tnp.ops._shared.declared import by_pytorch, by_triton
+from tnp.ops._shared.declared import by_pytorch, by_triton, width_in_8_bits
 from tnp.ops.mixture_heads import eight_bit
 from tnp.util.checks import require_floats, require_one_device
 
@@ -43,7 +43,6 @@ MAX_OUTPUTS = 16  # the most outputs of a head, for `fused`
 # For more rows `fused` saves nothing and computes z again, to save memory. In 16 bits z of 40,000
 # rows takes 1.1 GB at 10 heads and F = 1408.
 SAVED_ROWS = 40_000
-E4M3_MULTIPLE = 16  # D must be a multiple, because a library multiplies the 8-bit rows
 N_OUTPUTS = 3  # a model's head: logit of the weight, mean and log sigma of one dimension
 
 
@@ -213,9 +212,7 @@ def _in_8_bits(call):
     n_out, d_model = call.problem["n_outputs"], call.problem["d_model"]
     if n_out != N_OUTPUTS:
         return f"O, which is 1 + 2·d_y, is {n_out}, and it takes {N_OUTPUTS} outputs a head"
-    if d_model % E4M3_MULTIPLE:
-        return f"D is {d_model}: it takes multiples of {E4M3_MULTIPLE}"
-    return None
+    return width_in_8_bits(d_model)
 
 
 def _work_in_8_bits(case, pass_):

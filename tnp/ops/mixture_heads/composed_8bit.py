@@ -14,23 +14,16 @@ nothing ("again"), and the backward pass computes z again. The backward pass tak
 """
 
 from functools import partial
-from types import ModuleType
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tnp.dispatch.spec import Call, Kernel, Reason, Support, anywhere
-from tnp.ops._shared import (
-    blocks_8bit,
-    gradient_8bit,
-    hopper_blocks_8bit,
-    hopper_gradient_8bit,
-)
 from tnp.ops._shared.blocks_8bit import Blocks, panels_shape
+from tnp.ops._shared.composed_8bit import Kernels, added, for_hopper, portable, saves_up_to
 from tnp.ops._shared.e4m3 import BLOCK
-from tnp.ops._shared.operands import Rows, hidden_width, of_down, of_up, rows_of
+from tnp.ops._shared.operands import hidden_width, of_down, of_up
 from tnp.ops._shared.rows_8bit import E4M3, InRows, n_norms, row_product, rows_quantizer
 from tnp.ops.mixture_heads import SAVED_ROWS, hopper, hopper_8bit, triton_8bit
 from tnp.ops.mixture_heads.eight_bit import Z_FACTOR
@@ -43,20 +36,7 @@ CHUNK_ROWS = 16_384
 NAMES = ("x", "up", "down")
 
 
-class Kernels(NamedTuple):
-    """Names the modules of one kind of kernels."""
-
-    blocks: ModuleType  # quantize activations
-    heads: ModuleType
-    gradients: ModuleType  # of weights
-
-    def rows(self, x: Tensor) -> Rows:
-        """Returns how the kernels read x as rows."""
-        return rows_of(x, tma=self.blocks is hopper_blocks_8bit)
-
-
-HOPPER = Kernels(hopper_blocks_8bit, hopper_8bit, hopper_gradient_8bit)
-PORTABLE = Kernels(blocks_8bit, triton_8bit, gradient_8bit)
+HOPPER, PORTABLE = for_hopper(hopper_8bit), portable(triton_8bit)
 
 
 class Forward:
@@ -79,7 +59,7 @@ class Forward:
         self.quantize = kernels.blocks.blocks_quantizer(
             (n, d), kernels.rows(x).stride, norms, panels=save
         )
-        self.heads = kernels.heads.heads(call.target, n, n_heads, width, save)
+        self.heads = kernels.products.heads(call.target, n, n_heads, width, save)
 
     def __call__(self, x: Tensor, up: InRows, down: Tensor) -> tuple[Tensor, Blocks, Tensor | None]:
         """Returns outputs [n, K, 3], x in 8 bits, and z. x may have any shape."""
@@ -116,7 +96,7 @@ def empty_saved(wanted, inputs, *, kernels: Kernels):
     outputs, _nothing = empty_again(wanted, inputs)
     saved = (
         x.new_empty(panels_shape(n, d), dtype=E4M3), x.new_empty(n, dtype=torch.float32),
-        x.new_empty(kernels.heads.new_z_shape(n, width), dtype=E4M3),
+        x.new_empty(kernels.products.new_z_shape(n, width), dtype=E4M3),
         x.new_empty(n, dtype=torch.float32),
     )  # fmt: skip
     return outputs, saved if wanted else ()
@@ -125,7 +105,7 @@ def empty_saved(wanted, inputs, *, kernels: Kernels):
 def prepare(call: Call, config, inputs, *, kernels: Kernels, again: bool = False):
     """Prepares the forward pass, over chunks of rows if `again`."""
     x, up, down = inputs
-    rows, weights = kernels.rows(x), Weights(up, kernels.heads.ORDERED)
+    rows, weights = kernels.rows(x), Weights(up, kernels.products.ORDERED)
     save = bool(call.wanted) and not again
     shape = *x.shape[:-1], *down.shape[:2]
     parts = chunks(rows.n, CHUNK_ROWS if again else rows.n)
@@ -158,10 +138,10 @@ def prepare_backward(call: Call, config, inputs, *, kernels: Kernels, again: boo
     (n_heads, d_ff, d), shape = up.shape, x.shape
     width, rows = hidden_width(d_ff), kernels.rows(x)
     dx_wanted, dup_wanted, ddown_wanted = (name in call.wanted for name in NAMES)
-    weights = Weights(up, kernels.heads.ORDERED)
+    weights = Weights(up, kernels.products.ORDERED)
     parts = chunks(rows.n, CHUNK_ROWS)
     layers = [Forward(call, x, up, n, kernels, True) for _, n in parts] if again else []
-    of_dz = [kernels.heads.dz(n, n_heads, width) for _, n in parts]
+    of_dz = [kernels.products.dz(n, n_heads, width) for _, n in parts]
     of_up_weight = [
         kernels.gradients.gradient(call.target, n, n_heads * width, d) for _, n in parts
     ]
@@ -187,9 +167,9 @@ def prepare_backward(call: Call, config, inputs, *, kernels: Kernels, again: boo
             if dx_wanted:
                 times(dz8.rows, dz8.scale, up8_t, out=dx.narrow(0, start, n))
             if dup_wanted:
-                dup = _sum(dup, of_up_weight[i](dz8, x8))
+                dup = added(dup, of_up_weight[i](dz8, x8))
             if ddown_wanted:
-                ddown = _sum(ddown, partials.sum(0))
+                ddown = added(ddown, partials.sum(0))
         return (
             dx.view(shape) if dx_wanted else None,
             as_up(dup.view(up_shape)) if dup_wanted else None,
@@ -208,13 +188,8 @@ def _part(saved: tuple[Tensor, ...], start: int, n: int) -> tuple[Blocks, Tensor
     return x8, z[start : last * BLOCK], z_scale.narrow(0, start, n)
 
 
-def _sum(total: Tensor | None, part: Tensor) -> Tensor:
-    return part if total is None else total.add_(part)
-
-
 def _saves(call: Call) -> Reason:
-    rows = call.problem["rows"]
-    return f"it saves nothing above {SAVED_ROWS:,} rows" if rows > SAVED_ROWS else None
+    return saves_up_to(call, SAVED_ROWS)
 
 
 def _hopper_saves(call: Call) -> Reason:

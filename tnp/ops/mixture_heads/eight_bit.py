@@ -26,7 +26,7 @@ DZ_FACTOR = 1.11
 
 def held(case: Case, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns x and up in float64 as the product of the forward pass reads them."""
-    return {"x": e4m3.blocks(inputs["x"].float()), "up": _rows(inputs["up"], -1)}
+    return {"x": e4m3.blocks(inputs["x"].float()), "up": e4m3.rows(inputs["up"])}
 
 
 def rounded(
@@ -36,17 +36,17 @@ def rounded(
     import torch
 
     x, up, down = (inputs[name].detach() for name in ("x", "up", "down"))
-    x8, up8, down = e4m3.blocks(x.float()), _rows(up, -1), down.double()
+    x8, up8, down = e4m3.blocks(x.float()), e4m3.rows(up), down.double()
     z = torch.einsum("td,kfd->tkf", x8, up8)
     out = torch.einsum("tkf,kof->tko", z * torch.sigmoid(z), down)
     dout = upstream("out", out.float()).double()
     of_x = e4m3.over_blocks(x.double().norm(dim=1, keepdim=True))
-    z = _known(z, Z_FACTOR * of_x * up.double().norm(dim=-1).max())
+    z = e4m3.known(z, (Z_FACTOR * of_x * up.double().norm(dim=-1).max())[..., None])
     sigmoid = torch.sigmoid(z)
     slope = sigmoid * (1.0 + z * (1.0 - sigmoid))
     of_dout = e4m3.over_blocks(dout.norm(dim=-1).amax(1, keepdim=True))
     dz = torch.einsum("tko,kof->tkf", dout, down) * slope
-    dz = _known(dz, DZ_FACTOR * of_dout * down.norm(dim=1).max())
+    dz = e4m3.known(dz, (DZ_FACTOR * of_dout * down.norm(dim=1).max())[..., None])
     # The gradient of x sums over heads and hidden units: a column of up has one scale.
     by_columns = e4m3.scaled(up.float(), (0, 1), LEAST)
     return {
@@ -55,13 +55,3 @@ def rounded(
         "dup": torch.einsum("tkf,td->kfd", dz, x8),
         "ddown": torch.einsum("tko,tkf->kof", dout, z * sigmoid),
     }
-
-
-def _rows(w: Tensor, dim: int) -> Tensor:
-    """Returns a weight, rounded with a scale along a dimension, in float64."""
-    return e4m3.scaled(w.float(), (dim,), LEAST)
-
-
-def _known(x: Tensor, bound: Tensor) -> Tensor:
-    """Returns x [T, K, F], rounded in units that `bound` [T, 1] gives, in float64."""
-    return e4m3.in_units(x, e4m3.exponents(bound.float(), LEAST)[..., None])

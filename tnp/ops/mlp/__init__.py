@@ -24,7 +24,7 @@ from tnp.dispatch.spec import (
     Work,
     triton_from,
 )
-from tnp.ops._shared.declared import by_pytorch, by_triton, in_8_bits
+from tnp.ops._shared.declared import by_pytorch, by_triton, in_8_bits, width_in_8_bits
 from tnp.ops.mlp import eight_bit
 from tnp.util.checks import require_floats, require_one_device
 
@@ -39,7 +39,6 @@ MIN_D, MAX_D = 16, 512
 # For more rows `fused` saves nothing and computes z again in chunks, to save memory. In 16 bits h
 # and z of 205,000 rows would take 1.1 GiB at F = 1408.
 SAVED_ROWS = 65_536
-E4M3_MULTIPLE = 16  # D must be a multiple, because a library multiplies the 8-bit rows
 
 
 def reference(x, up, down):
@@ -165,8 +164,7 @@ def _in_8_bits(call):
     """Returns why `e4m3` cannot serve a call, or None. It needs tensor cores for e4m3."""
     if (reason := triton_from(89)(call)) is not None:
         return reason
-    d = call.problem["d_model"]
-    return f"D is {d}: it takes multiples of {E4M3_MULTIPLE}" if d % E4M3_MULTIPLE else None
+    return width_in_8_bits(call.problem["d_model"])
 
 
 def _no_activation(x, up, down):

@@ -16,50 +16,23 @@ With more rows it saves nothing ("again"). The backward pass then computes z aga
 
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tnp.dispatch.spec import Call, Kernel, Reason, Support, anywhere
-from tnp.ops._shared import (
-    blocks_8bit,
-    gradient_8bit,
-    hopper_blocks_8bit,
-    hopper_gradient_8bit,
-    hopper_silu_8bit,
-    triton_silu_8bit,
-)
+from tnp.ops._shared import hopper_silu_8bit, triton_silu_8bit
 from tnp.ops._shared.blocks_8bit import Blocks, panels_shape
+from tnp.ops._shared.composed_8bit import Kernels, added, for_hopper, portable, saves_up_to
 from tnp.ops._shared.hopper_norm_8bit import norm_quantizer
-from tnp.ops._shared.operands import Rows, hidden_width, of_down, of_up, rows_of
+from tnp.ops._shared.operands import hidden_width, of_down, of_up
 from tnp.ops._shared.rows_8bit import E4M3, InRows, n_norms, row_product, rows_quantizer
 from tnp.ops.mlp import SAVED_ROWS
-from tnp.ops.mlp.composed import CHUNK_ROWS, NAMES, empty_backward, hopper_refuses
+from tnp.ops.mlp.composed import NAMES, empty_again, empty_backward, hopper_refuses
+from tnp.ops.mlp.composed import _chunks as chunks_of
 from tnp.ops.mlp.eight_bit import DZ_FACTOR, H_FACTOR
 
-
-class Kernels(NamedTuple):
-    """Names the modules of one kind of kernels."""
-
-    blocks: ModuleType  # quantize activations
-    products: ModuleType
-    gradients: ModuleType  # of weights
-
-    def rows(self, x: Tensor, contiguous: bool = False) -> Rows:
-        """Returns how the kernels read x as rows."""
-        return rows_of(x, tma=self.blocks is hopper_blocks_8bit, contiguous=contiguous)
-
-
-HOPPER = Kernels(hopper_blocks_8bit, hopper_silu_8bit, hopper_gradient_8bit)
-PORTABLE = Kernels(blocks_8bit, triton_silu_8bit, gradient_8bit)
-
-
-def _chunks(n_rows: int, again: bool) -> list[tuple[int, int]]:
-    """Returns (first row, number of rows) of each chunk."""
-    step = CHUNK_ROWS if again else n_rows
-    return [(start, min(step, n_rows - start)) for start in range(0, n_rows, step)]
+HOPPER, PORTABLE = for_hopper(hopper_silu_8bit), portable(triton_silu_8bit)
 
 
 # ------------------------------------------------------------------------------- forward
@@ -74,10 +47,6 @@ def empty(wanted, inputs, *, kernels: Kernels):
         kernels.products.new_saved(x, (n, width), x.dtype),
     )  # fmt: skip
     return (x.new_empty(x.shape),), saved if wanted else ()
-
-
-def empty_again(wanted, inputs):
-    return (inputs[0].new_empty(inputs[0].shape),), ()
 
 
 class Hidden:
@@ -120,7 +89,7 @@ def prepare(call: Call, config, inputs, *, kernels: Kernels, again: bool = False
     quantize_down = rows_quantizer(
         down, down.shape, down.stride(), (d, width), kernels.products.ORDERED
     )
-    chunks = _chunks(rows.n, again)
+    chunks = chunks_of(rows) if again else [(0, rows.n)]
     hidden = [Hidden(call, x, up, n, kernels, True, save) for _, n in chunks]
     times = row_product(x)
 
@@ -187,7 +156,7 @@ def prepare_backward(call: Call, config, inputs, *, kernels: Kernels, again: boo
     quantize_up_t = rows_quantizer(
         up, up_t.shape, up_t.stride(), (d, width), kernels.products.ORDERED
     )
-    chunks = _chunks(x_rows.n, again)
+    chunks = chunks_of(x_rows) if again else [(0, x_rows.n)]
     gradient, quantizer = kernels.gradients.gradient, kernels.blocks.blocks_quantizer
     quantize_dy, hidden, dsilu, gradients = [], [], [], []
     for _, n in chunks:
@@ -223,9 +192,9 @@ def prepare_backward(call: Call, config, inputs, *, kernels: Kernels, again: boo
                 times(dz8, dy8.bound, up8_t, out=dx.narrow(0, start, n))
             gradient_of_up, gradient_of_down = gradients[i]
             if dup_wanted:
-                dup = _sum(dup, gradient_of_up(dz, x8))
+                dup = added(dup, gradient_of_up(dz, x8))
             if ddown_wanted:
-                ddown = _sum(ddown, gradient_of_down(dy8, h8))
+                ddown = added(ddown, gradient_of_down(dy8, h8))
         return (
             dx.view(shape) if dx_wanted else None,
             as_up(dup) if dup_wanted else None,
@@ -235,13 +204,8 @@ def prepare_backward(call: Call, config, inputs, *, kernels: Kernels, again: boo
     return launch
 
 
-def _sum(total: Tensor | None, part: Tensor) -> Tensor:
-    return part if total is None else total.add_(part)
-
-
 def _saves(call: Call) -> Reason:
-    rows = call.problem["rows"]
-    return f"it saves nothing above {SAVED_ROWS:,} rows" if rows > SAVED_ROWS else None
+    return saves_up_to(call, SAVED_ROWS)
 
 
 def _hopper_saves(call: Call) -> Reason:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from tnp.dispatch.spec import Case
 from tnp.ops._shared import e4m3
-from tnp.ops._shared.e4m3 import LEAST
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,22 +27,16 @@ DZ_FACTOR = 1.1 * H_FACTOR
 # -------------------------------------------------------------------------------- the number format
 
 
-def _rows(w: Tensor) -> Tensor:
-    """Returns a weight [R, C], rounded with a scale for each row, in float64."""
-    return e4m3.scaled(w.float(), (-1,), LEAST)
-
-
 def _known(product: Tensor, a: Tensor, w: Tensor, factor: float) -> Tensor:
     """Returns the product [T, N], rounded in units known from the blocks of a and from w."""
     norms = e4m3.over_blocks(a.double().norm(dim=1, keepdim=True))
-    bound = factor * norms * w.double().norm(dim=1).max()
-    return e4m3.in_units(product, e4m3.exponents(bound.float(), LEAST))
+    return e4m3.known(product, factor * norms * w.double().norm(dim=1).max())
 
 
 def held(case: Case, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns x, up and down in float64 as products of the forward pass read them."""
     x, up, down = (inputs[name] for name in ("x", "up", "down"))
-    return {"x": e4m3.blocks(x.float()), "up": _rows(up), "down": _rows(down)}
+    return {"x": e4m3.blocks(x.float()), "up": e4m3.rows(up), "down": e4m3.rows(down)}
 
 
 def rounded(
@@ -54,12 +47,12 @@ def rounded(
 
     x, up, down = (inputs[name].detach() for name in ("x", "up", "down"))
     x8 = e4m3.blocks(x.float())
-    z = x8 @ _rows(up).T
+    z = x8 @ e4m3.rows(up).T
     sigmoid = torch.sigmoid(z)
     slope = (sigmoid * (1.0 + z * (1.0 - sigmoid))).to(x.dtype).double()
     h8 = _known(z * sigmoid, x, up, H_FACTOR)
-    y = h8 @ _rows(down).T
+    y = h8 @ e4m3.rows(down).T
     dy = upstream("y", y.to(x.dtype))
     dy8 = e4m3.blocks(dy.float())
-    dz8 = _known(dy8 @ _rows(down.T).T * slope, dy, down.T, DZ_FACTOR)
-    return {"y": y, "dx": dz8 @ _rows(up.T).T, "dup": dz8.T @ x8, "ddown": dy8.T @ h8}
+    dz8 = _known(dy8 @ e4m3.rows(down.T).T * slope, dy, down.T, DZ_FACTOR)
+    return {"y": y, "dx": dz8 @ e4m3.rows(up.T).T, "dup": dz8.T @ x8, "ddown": dy8.T @ h8}
