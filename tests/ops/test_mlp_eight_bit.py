@@ -13,7 +13,7 @@ from tnp.gates.results import compute
 from tnp.ops._shared import e4m3
 from tnp.ops._shared.blocks_8bit import Blocks, blocks_quantizer
 from tnp.ops._shared.gradient_8bit import gradient
-from tnp.ops._shared.rows_8bit import InRows, n_norms, rows_quantizer
+from tnp.ops._shared.rows_8bit import InRows, n_norms, weight_quantizer
 from tnp.ops.mlp import OPERATOR, eight_bit, mlp
 
 IN_8_BITS = next(one for one in OPERATOR.implementations if one.name == "e4m3")
@@ -34,7 +34,7 @@ def blocks_in_float64(found: Blocks) -> torch.Tensor:
 
 
 def quantized(x: torch.Tensor, padded: tuple[int, int] | None = None, ordered=False) -> InRows:
-    return rows_quantizer(x, x.shape, x.stride(), padded, ordered)(x)
+    return weight_quantizer(x.shape, x.stride(), padded, (ordered, False))(x)[0]
 
 
 def in_blocks(x: torch.Tensor, w: torch.Tensor, factor: float = 1.0) -> Blocks:
@@ -47,11 +47,13 @@ def in_blocks(x: torch.Tensor, w: torch.Tensor, factor: float = 1.0) -> Blocks:
 def test_quantizer_of_weights_agrees_with_pytorchs_casts_bit_by_bit(shape, dtype):
     x = drawn(*shape).to(dtype)
     x[0] = 0.0
-    for one in (x, x.t().contiguous().t()):
-        found = quantized(one)
-        assert torch.equal(in_float64(found), e4m3.scaled(x.float(), (1,), e4m3.LEAST))
-        assert math.isclose(found.bound.max().item(), x.double().norm(dim=1).max(), rel_tol=1e-6)
-        assert len(found.bound) == n_norms(shape)
+    for strides in (x.stride(), (1, shape[0])):
+        both = weight_quantizer(shape, strides)(x if strides[1] == 1 else x.t().contiguous())
+        for found, exact in zip(both, (x, x.t()), strict=True):
+            assert torch.equal(in_float64(found), e4m3.scaled(exact.float(), (1,), e4m3.LEAST))
+            norm = exact.double().norm(dim=1).max()
+            assert math.isclose(found.bound.max().item(), norm, rel_tol=1e-6)
+            assert len(found.bound) == n_norms(exact.shape)
 
 
 def test_padding_is_zero():

@@ -1,14 +1,13 @@
-"""Quantizes rows of a matrix to 8 bits (e4m3), each with a power of two as its scale, in one
-launch.
+"""Quantizes weights to 8 bits (e4m3), with a power of two as the scale of each row.
 
-    x [R, C] → x8 [R, C] e4m3, scale [R] float32,  x ≈ scale · x8
+    w [R, C] → w8 [R, C] e4m3, scale [R] float32,  w ≈ scale · w8
 
-A scale is the smallest power of two with which the row's largest element is at most 448, the
-largest number of e4m3. A row with an infinity becomes NaN, because its scale would hide it. NaN
-stays NaN.
+One launch quantizes w and wᵀ, because the products of both passes sum over different dimensions,
+and Hopper multiplies 8-bit operands only if the summed one is contiguous. A scale is the smallest
+power of two with which the row's largest element is at most 448, the largest number of e4m3. A row
+with an infinity becomes NaN, because its scale would hide it. NaN stays NaN.
 
-It is for weights. `bound` gives the largest norm of a row, from which `blocks_8bit` knows how large
-a product can be.
+`bound` gives the largest norm of a row, from which `blocks_8bit` knows how large a product can be.
 """
 
 from collections.abc import Callable
@@ -57,14 +56,14 @@ def _load(x_ptr, rows, columns, n_rows, n_columns, stride_row, stride_column):
     return tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_out_rows"])
-def _quantize_rows_kernel(
-    x_ptr, x8_ptr, scale_ptr, bound_ptr,
+@triton.jit
+def _quantize(
+    program, x_ptr, x8_ptr, scale_ptr, bound_ptr,
     n_rows, n_columns, n_out_rows, n_out_columns, stride_row, stride_column,
     WHOLE: tl.constexpr, ORDERED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes BLOCK_R rows a program. WHOLE: rows have at most BLOCK_C columns."""
-    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    """Quantizes BLOCK_R rows. WHOLE: rows have at most BLOCK_C columns."""
+    rows = program * BLOCK_R + tl.arange(0, BLOCK_R)
     positions = tl.arange(0, BLOCK_C)
     columns = column_at(positions) if ORDERED else positions
     if WHOLE:
@@ -95,44 +94,75 @@ def _quantize_rows_kernel(
             inside = mask & (at < n_out_columns)[None, :]
             tl.store(x8_ptrs + at[None, :], cast(x, x8_ptr.dtype.element_ty), mask=inside)
     tl.store(scale_ptr + rows, power(e), mask=rows < n_out_rows)
-    tl.store(bound_ptr + tl.program_id(0), tl.max(tl.sqrt(squares) * power(e), 0))
+    tl.store(bound_ptr + program, tl.max(tl.sqrt(squares) * power(e), 0))
 
 
-def rows_quantizer(
-    x: Tensor,
+@triton.jit
+def _quantize_both_kernel(
+    x_ptr, x8_ptr, scale_ptr, bound_ptr, x8_t_ptr, scale_t_ptr, bound_t_ptr,
+    n_rows, n_columns, n_out_rows, n_out_columns, stride_row, stride_column, n_programs,
+    WHOLE: tl.constexpr, ORDERED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    WHOLE_T: tl.constexpr, ORDERED_T: tl.constexpr, BLOCK_R_T: tl.constexpr,
+    BLOCK_C_T: tl.constexpr,
+):  # fmt: skip
+    """Quantizes the rows of a matrix in the first programs, and its columns in the others."""
+    program = tl.program_id(0)
+    if program < n_programs:
+        _quantize(
+            program, x_ptr, x8_ptr, scale_ptr, bound_ptr,
+            n_rows, n_columns, n_out_rows, n_out_columns, stride_row, stride_column,
+            WHOLE, ORDERED, BLOCK_R, BLOCK_C,
+        )  # fmt: skip
+    else:
+        _quantize(
+            program - n_programs, x_ptr, x8_t_ptr, scale_t_ptr, bound_t_ptr,
+            n_columns, n_rows, n_out_columns, n_out_rows, stride_column, stride_row,
+            WHOLE_T, ORDERED_T, BLOCK_R_T, BLOCK_C_T,
+        )  # fmt: skip
+
+
+def weight_quantizer(
     shape: tuple[int, int],
     strides: tuple[int, int],
     padded: tuple[int, int] | None = None,
-    ordered: bool = False,
-) -> Callable[[Tensor], InRows]:
-    """Returns a function that quantizes tensors with the strides of x.
+    ordered: tuple[bool, bool] = (False, False),
+) -> Callable[[Tensor], tuple[InRows, InRows]]:
+    """Returns a function that quantizes a matrix w, and with scales of its own wᵀ.
+
+    Call it with a tensor of any float dtype, which holds w from its first element on.
 
     Args:
-        x: a tensor of any float dtype.
-        shape: the matrix's shape, from the tensor's first element on.
-        strides: the matrix's strides.
+        shape: of w.
+        strides: of w.
         padded: the shape after padding with zeros; None: no padding.
-        ordered: whether columns lie in the order of `column_at`; 64 must divide the padded width.
+        ordered: whether columns of w, and those of wᵀ, lie in the order of `column_at`. 64 must
+            divide their number after padding.
     """
-    n_rows, n_columns = shape
-    out_rows, out_columns = padded or shape
-    block_r, block_c = _block(out_columns)
-    n_programs = triton.cdiv(out_rows, block_r)
+    padded = padded or shape
+    n_programs, n_others = n_norms(padded), n_norms(padded[::-1])
+    blocks, others = _block(padded[1]), _block(padded[0])
     kernel = Bound(
-        _quantize_rows_kernel, (n_programs,),
-        n_rows, n_columns, out_rows, out_columns, *strides,
-        WHOLE=out_columns <= block_c, ORDERED=ordered, BLOCK_R=block_r, BLOCK_C=block_c,
-        num_warps=NUM_WARPS,
+        _quantize_both_kernel, (n_programs + n_others,), *shape, *padded, *strides, n_programs,
+        WHOLE=padded[1] <= blocks[1], ORDERED=ordered[0], BLOCK_R=blocks[0], BLOCK_C=blocks[1],
+        WHOLE_T=padded[0] <= others[1], ORDERED_T=ordered[1], BLOCK_R_T=others[0],
+        BLOCK_C_T=others[1], num_warps=NUM_WARPS,
     )  # fmt: skip
 
-    def quantize(x: Tensor) -> InRows:
-        x8 = x.new_empty((out_rows, out_columns), dtype=E4M3)
-        scale = x.new_empty(out_rows, dtype=torch.float32)
-        bound = x.new_empty(n_programs, dtype=torch.float32)
-        kernel(x, x8, scale, bound)
-        return InRows(x8, scale, bound)
+    def quantize(w: Tensor) -> tuple[InRows, InRows]:
+        rows, columns = in_rows(w, padded), in_rows(w, padded[::-1])
+        kernel(w, *rows, *columns)
+        return rows, columns
 
     return quantize
+
+
+def in_rows(like: Tensor, shape: tuple[int, int]) -> InRows:
+    """Returns uninitialized memory for a matrix in 8 bits, on the device of `like`."""
+    return InRows(
+        like.new_empty(shape, dtype=E4M3),
+        like.new_empty(shape[0], dtype=torch.float32),
+        like.new_empty(n_norms(shape), dtype=torch.float32),
+    )
 
 
 def n_norms(shape: tuple[int, int]) -> int:

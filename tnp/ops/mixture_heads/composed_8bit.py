@@ -9,8 +9,9 @@ operand (`tnp.ops._shared.rows_8bit`). The sums with down, over three outputs or
 float32 multiply-adds. dz leaves its kernel in 8 bits alone: as rows for dx, which is PyTorch's own
 product, and as panels for dup. Its units are known beforehand, from the norms of dout and of down.
 
-Up to `SAVED_ROWS` rows the forward pass saves z in 8 bits and panels of x. With more rows it saves
-nothing ("again"), and the backward pass computes z again. The backward pass takes rows in chunks.
+Up to `SAVED_ROWS` rows the forward pass saves z and upᵀ in 8 bits, and panels of x. With more rows
+it saves nothing ("again"), and the backward pass computes them again. The backward pass takes rows
+in chunks.
 """
 
 from functools import partial
@@ -24,7 +25,14 @@ from tnp.ops._shared.blocks_8bit import Blocks, panels_shape
 from tnp.ops._shared.composed_8bit import Kernels, added, for_hopper, portable, saves_up_to
 from tnp.ops._shared.e4m3 import BLOCK
 from tnp.ops._shared.operands import hidden_width, of_down, of_up
-from tnp.ops._shared.rows_8bit import E4M3, InRows, n_norms, row_product, rows_quantizer
+from tnp.ops._shared.rows_8bit import (
+    E4M3,
+    InRows,
+    in_rows,
+    n_norms,
+    row_product,
+    weight_quantizer,
+)
 from tnp.ops.mixture_heads import SAVED_ROWS, hopper, hopper_8bit, triton_8bit
 from tnp.ops.mixture_heads.eight_bit import Z_FACTOR
 from tnp.ops.mixture_heads.gradients import chunks, empty
@@ -75,11 +83,12 @@ class Weights:
         n_heads, d_ff, d = up.shape
         width = hidden_width(d_ff)
         self.padding, rows = width - d_ff, n_heads * width
-        self.rows = rows_quantizer(up, (rows, d), (d, 1))
-        self.columns = rows_quantizer(up, (d, rows), (1, d), ordered=ordered)
+        self.quantize = weight_quantizer((rows, d), (d, 1), ordered=(False, ordered))
 
-    def padded(self, up: Tensor) -> Tensor:
-        return F.pad(up, (0, 0, 0, self.padding)) if self.padding else up.contiguous()
+    def up(self, up: Tensor) -> tuple[InRows, InRows]:
+        """Returns up [K·F, D], and its transpose."""
+        up = F.pad(up, (0, 0, 0, self.padding)) if self.padding else up.contiguous()
+        return self.quantize(up)
 
     def down(self, down: Tensor) -> Tensor:
         down = down.float()
@@ -97,7 +106,7 @@ def empty_saved(wanted, inputs, *, kernels: Kernels):
     saved = (
         x.new_empty(panels_shape(n, d), dtype=E4M3), x.new_empty(n, dtype=torch.float32),
         x.new_empty(kernels.products.new_z_shape(n, width), dtype=E4M3),
-        x.new_empty(n, dtype=torch.float32),
+        x.new_empty(n, dtype=torch.float32), *in_rows(x, (d, width)),
     )  # fmt: skip
     return outputs, saved if wanted else ()
 
@@ -113,7 +122,7 @@ def prepare(call: Call, config, inputs, *, kernels: Kernels, again: bool = False
 
     def launch(inputs, scalars):
         x, up, down = inputs
-        x, up8, down = rows.matrix(x), weights.rows(weights.padded(up)), weights.down(down)
+        x, (up8, up8_t), down = rows.matrix(x), weights.up(up), weights.down(down)
         if len(parts) > 1:
             found = [
                 layer(x.narrow(0, start, n), up8, down)[0]
@@ -121,7 +130,7 @@ def prepare(call: Call, config, inputs, *, kernels: Kernels, again: bool = False
             ]
             return (torch.cat(found).view(shape),), ()
         out, x8, z = layers[0](x, up8, down)
-        return (out.view(shape),), (x8.panels, x8.scale, z, x8.bound) if save else ()
+        return (out.view(shape),), (x8.panels, x8.scale, z, x8.bound, *up8_t) if save else ()
 
     return launch
 
@@ -152,11 +161,12 @@ def prepare_backward(call: Call, config, inputs, *, kernels: Kernels, again: boo
         (dout,), (x, up, down), saved = inputs
         dout, down = dout.contiguous().view(dout_shape), weights.down(down)
         dx, dup, ddown = None, None, None
-        padded = weights.padded(up)
         if again:
-            x_rows, up8 = rows.matrix(x), weights.rows(padded)
+            x_rows, (up8, up8_t) = rows.matrix(x), weights.up(up)
+        else:
+            up8_t = InRows(*saved[4:])
         if dx_wanted:
-            dx, up8_t = x.new_empty(rows.n, d), weights.columns(padded)
+            dx = x.new_empty(rows.n, d)
         for i, (start, n) in enumerate(parts):
             if again:
                 _, x8, z = layers[i](x_rows.narrow(0, start, n), up8, down)
@@ -181,7 +191,7 @@ def prepare_backward(call: Call, config, inputs, *, kernels: Kernels, again: boo
 
 def _part(saved: tuple[Tensor, ...], start: int, n: int) -> tuple[Blocks, Tensor, Tensor]:
     """Returns x of a chunk in 8 bits, z, and the scale of its rows."""
-    panels, scale, z, z_scale = saved
+    panels, scale, z, z_scale, *_ = saved
     first, last = start // BLOCK, -(-(start + n) // BLOCK)
     scale = scale.narrow(0, start, n)
     x8 = Blocks(None, scale, panels[first:last], scale)

@@ -4,14 +4,14 @@
     backward    dz = (dy down) ∘ silu'(z)                       dx = dz up
                 dup = dzᵀ x       ddown = dyᵀ h
 
-Weights have a scale for each row of the operand (`tnp.ops._shared.rows_8bit`). They are quantized
-anew in each pass, because the summed dimension differs, and so do the rows. Activations and
-gradients have one for 128 rows (`tnp.ops._shared.blocks_8bit`). The first product of a pass writes
-its result in 8 bits alone: as rows for the next product, which is PyTorch's own, and as panels for
-the gradient of a weight.
+Weights have a scale for each row of the operand (`tnp.ops._shared.rows_8bit`), which differs
+between the passes. Activations and gradients have one for 128 rows
+(`tnp.ops._shared.blocks_8bit`). The first product of a pass writes its result in 8 bits alone: as
+rows for the next product, which is PyTorch's own, and as panels for the gradient of a weight.
 
-Up to `SAVED_ROWS` rows the forward pass saves panels of x and h, and z or its slope ("slope", "z").
-With more rows it saves nothing ("again"). The backward pass then computes z again, in chunks.
+Up to `SAVED_ROWS` rows the forward pass saves panels of x and h, z or its slope ("slope", "z"), and
+upᵀ and downᵀ in 8 bits. With more rows it saves nothing ("again"), and the backward pass computes
+all this again, in chunks of rows.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,14 @@ from tnp.ops._shared.blocks_8bit import Blocks, panels_shape
 from tnp.ops._shared.composed_8bit import Kernels, added, for_hopper, portable, saves_up_to
 from tnp.ops._shared.hopper_norm_8bit import norm_quantizer
 from tnp.ops._shared.operands import hidden_width, of_down, of_up
-from tnp.ops._shared.rows_8bit import E4M3, InRows, n_norms, row_product, rows_quantizer
+from tnp.ops._shared.rows_8bit import (
+    E4M3,
+    InRows,
+    in_rows,
+    n_norms,
+    row_product,
+    weight_quantizer,
+)
 from tnp.ops.mlp import SAVED_ROWS
 from tnp.ops.mlp.composed import NAMES, empty_again, empty_backward, hopper_refuses
 from tnp.ops.mlp.composed import _chunks as chunks_of
@@ -45,8 +52,19 @@ def empty(wanted, inputs, *, kernels: Kernels):
         x.new_empty(panels_shape(n, d), dtype=E4M3), x.new_empty(n, dtype=torch.float32),
         x.new_empty(panels_shape(n, width), dtype=E4M3), x.new_empty(n, dtype=torch.float32),
         kernels.products.new_saved(x, (n, width), x.dtype),
+        *in_rows(x, (d, width)), *in_rows(x, (width, d)),
     )  # fmt: skip
     return (x.new_empty(x.shape),), saved if wanted else ()
+
+
+class Weights:
+    """Quantizes up [F, D] and down [D, F], with F padded, for the products of both passes."""
+
+    def __init__(self, up: Tensor, down: Tensor, ordered: bool) -> None:
+        (d_ff, d), width = up.shape, hidden_width(up.shape[0])
+        # Sums over F are in the order in which the kernels write h and dz.
+        self.up = weight_quantizer((d_ff, d), up.stride(), (width, d), (False, ordered))
+        self.down = weight_quantizer((d, d_ff), down.stride(), (d, width), (ordered, False))
 
 
 class Hidden:
@@ -82,20 +100,16 @@ class Hidden:
 def prepare(call: Call, config, inputs, *, kernels: Kernels, again: bool = False):
     """Prepares the forward pass, over chunks of rows if `again`."""
     x, up, down = inputs
-    shape, rows = x.shape, kernels.rows(x)
-    width, d = hidden_width(up.shape[0]), x.shape[-1]
+    shape, rows, d = x.shape, kernels.rows(x), x.shape[-1]
     save = bool(call.wanted) and not again
-    quantize_up = rows_quantizer(up, up.shape, up.stride(), (width, d))
-    quantize_down = rows_quantizer(
-        down, down.shape, down.stride(), (d, width), kernels.products.ORDERED
-    )
+    weights = Weights(up, down, kernels.products.ORDERED)
     chunks = chunks_of(rows) if again else [(0, rows.n)]
     hidden = [Hidden(call, x, up, n, kernels, True, save) for _, n in chunks]
     times = row_product(x)
 
     def launch(inputs, scalars):
         x, up, down = inputs
-        up8, down8 = quantize_up(up), quantize_down(down)
+        (up8, up8_t), (down8, down8_t) = weights.up(up), weights.down(down)
         x = rows.matrix(x)
         if len(chunks) > 1:
             y = x.new_empty(rows.n, d)
@@ -105,7 +119,9 @@ def prepare(call: Call, config, inputs, *, kernels: Kernels, again: bool = False
             return (y.view(shape),), ()
         x8, h8, saved = hidden[0](x, up8)
         y = times(h8.rows, h8.scale, down8).view(shape)
-        return (y,), (x8.panels, x8.scale, h8.panels, h8.scale, saved) if save else ()
+        if not save:
+            return (y,), ()
+        return (y,), (x8.panels, x8.scale, h8.panels, h8.scale, saved, *up8_t, *down8_t)
 
     return launch
 
@@ -119,21 +135,20 @@ def prepare_normed(call: Call, inputs: tuple[Tensor, ...]) -> Callable:
     x, update, _weight, up, down = inputs
     shape, n, d, width = x.shape, x.numel() // x.shape[-1], x.shape[-1], hidden_width(up.shape[0])
     save = bool(call.wanted)
-    quantize_up = rows_quantizer(up, up.shape, up.stride(), (width, d))
-    quantize_down = rows_quantizer(
-        down, down.shape, down.stride(), (d, width), hopper_silu_8bit.ORDERED
-    )
+    weights = Weights(up, down, hopper_silu_8bit.ORDERED)
     norm = norm_quantizer(x, update, n_norms((width, d)), panels=save)
     silu = hopper_silu_8bit.matmul_silu(call.target, (n, width), d, True, save)
     times = row_product(x)
 
     def launch(inputs: tuple, scalars: tuple) -> tuple[tuple, tuple]:
         x, update, weight, up, down = inputs
-        up8, down8 = quantize_up(up), quantize_down(down)
+        (up8, up8_t), (down8, down8_t) = weights.up(up), weights.down(down)
         total, x8 = norm(x, update, weight, *scalars, up8, H_FACTOR)
         h8, panels, slope = silu(x8, up8)
         y = times(h8, x8.bound, down8).view(shape)
-        return (total, y), (x8.panels, x8.scale, panels, x8.bound, slope) if save else ()
+        if not save:
+            return (total, y), ()
+        return (total, y), (x8.panels, x8.scale, panels, x8.bound, slope, *up8_t, *down8_t)
 
     return launch
 
@@ -150,12 +165,7 @@ def prepare_backward(call: Call, config, inputs, *, kernels: Kernels, again: boo
     shape, width, d = x.shape, hidden_width(up.shape[0]), x.shape[-1]
     dy_rows, x_rows = kernels.rows(dy, contiguous=True), kernels.rows(x)
     dx_wanted, dup_wanted, ddown_wanted = (name in call.wanted for name in NAMES)
-    up_t, down_t = up.t(), down.t()
-    quantize_up = rows_quantizer(up, up.shape, up.stride(), (width, d))
-    quantize_down_t = rows_quantizer(down, down_t.shape, down_t.stride(), (width, d))
-    quantize_up_t = rows_quantizer(
-        up, up_t.shape, up_t.stride(), (d, width), kernels.products.ORDERED
-    )
+    weights = Weights(up, down, kernels.products.ORDERED)
     chunks = chunks_of(x_rows) if again else [(0, x_rows.n)]
     gradient, quantizer = kernels.gradients.gradient, kernels.blocks.blocks_quantizer
     quantize_dy, hidden, dsilu, gradients = [], [], [], []
@@ -172,16 +182,17 @@ def prepare_backward(call: Call, config, inputs, *, kernels: Kernels, again: boo
     def launch(inputs, scalars):
         (dy,), (x, up, down), saved = inputs
         dy, dx, dup, ddown = dy_rows.matrix(dy), None, None, None
-        down8_t = quantize_down_t(down)
         if again:
-            x, up8 = x_rows.matrix(x), quantize_up(up)
+            x, (up8, up8_t), (_, down8_t) = x_rows.matrix(x), weights.up(up), weights.down(down)
+        else:
+            x_panels, x_scale, h_panels, h_scale, slope, *both = saved
+            up8_t, down8_t = InRows(*both[:3]), InRows(*both[3:])
         if dx_wanted:
-            dx, up8_t = dy.new_empty(dy.shape), quantize_up_t(up)
+            dx = dy.new_empty(dy.shape)
         for i, (start, n) in enumerate(chunks):
             if again:
                 x8, h8, slope = hidden[i](x.narrow(0, start, n), up8)
             else:
-                x_panels, x_scale, h_panels, h_scale, slope = saved
                 x8 = Blocks(None, x_scale, x_panels, x_scale)
                 h8 = Blocks(None, h_scale, h_panels, h_scale)
             dy8 = quantize_dy[i](dy.narrow(0, start, n), down8_t, DZ_FACTOR)
