@@ -51,6 +51,20 @@ def test_a_gate_that_was_green_on_other_code_proves_nothing(store: Store) -> Non
     assert one(store(red, timed, green, again), JUDGED)["valid"] is True
 
 
+def test_a_gate_of_an_operator_that_no_variant_chooses_decides(store: Store) -> None:
+    """A block runs the operators that a variant names."""
+    block = "op--transformer_block--fused"
+    about = {"op": "transformer_block", "implementation": "fused"}
+    uses = json.dumps({"attention": "fused"})
+    timed = run("timed", step("fused", [1.0], operators=uses), gates=block)
+    for passed in (True, False):
+        proof = run("g", check(block, "far", 0.5, 1.0, passed=passed, **about), minutes=1)
+        assert one(store(timed, proof), JUDGED)["gated"] is passed
+    other = check("op--attention--single", "far", 0.5, 1.0, passed=True, implementation="single")
+    timed = run("timed", step("fused", [1.0], operators=uses), gates="op--attention--single")
+    assert one(store(timed, run("g", other, minutes=1)), JUDGED)["gated"] is None
+
+
 def test_a_gate_proves_nothing_on_another_device_or_with_other_versions(store: Store) -> None:
     timed = run("timed", step("fused", [1.0]))
     assert one(store(timed, gate("g", torch="2.11.0")), JUDGED)["gated"] is None

@@ -224,6 +224,22 @@ def test_the_best_is_the_fastest_within_the_sessions_that_it_shares(judge: Judge
     assert (best["base"], best["ratio"]) == ("gpu 0 1", pytest.approx(np.exp(0.2)))
 
 
+def test_a_base_of_a_faster_session_does_not_replace_the_one_timed_beside(judge: Judge) -> None:
+    """The peer is faster by all its runs than the baseline, which a fast session alone has."""
+    log_ms = np.zeros((1, 3, 2, 2))
+    log_ms[0, :, 1] += 0.2
+    log_ms[0, 1] -= 0.1
+    log_ms[0, 2] -= 0.3
+    table = steps("gpu", log_ms)
+    absent = "gpu 0 0 1 0", "gpu 0 0 1 1", "gpu 0 1 1 1", "gpu 0 2 0 0", "gpu 0 2 0 1"
+    kept = [i for i, row in enumerate(table.to_pylist()) if row["run"] not in absent]
+    rows = rows_of(
+        judge(table.take(kept)), "from contrasts where own = 'gpu 0 2' and figure = 'speedup'"
+    )
+    (best,) = [row for row in rows if row["against_best"]]
+    assert (best["base"], best["ratio"]) == ("gpu 0 1", pytest.approx(np.exp(0.2)))
+
+
 TRUE_DIFFERENCES = np.array([0.0, 0.0, 0.0, 0.03, 0.0, -0.03, 0.0, 0.1, -0.2, 0.03])
 SIGMAS = (0.0042, 0.0123)
 SIMULATED = """

@@ -3,7 +3,8 @@
 --
 -- Figures `speedup` and `operator_speedup` compare with the baseline, and with the fastest of
 -- PyTorch and other packages by all its runs. A slower one replaces the fastest only if it was
--- timed beside `own` and is at most 1 % slower. An invalid contender is never compared. If its
+-- timed beside `own` and is at most 1 % slower. Two that were both timed beside `own` are ranked by
+-- these pairs, others by the medians of all their runs, because sessions differ. An invalid contender is never compared. If its
 -- median is more than 2 % shorter than the median of every valid contender, nothing at these sizes
 -- has a ratio to the fastest. Of the 2 %, 1 % is the difference that matters, and two GPUs of one
 -- model differ by as much. `ablation` compares steps with and without one component, beside the
@@ -54,7 +55,19 @@ weighed as (
 eligible as (
     select
         *,
-        log_ratio > margin() + min(log_ratio) over (partition by own) as is_beaten
+        case
+            when is_paired
+                then
+                    log_ratio
+                    > margin() + min(log_ratio) filter (where is_paired) over (partition by own)
+                    or coalesce(
+                        base_log_ms
+                        > margin()
+                        + min(base_log_ms) filter (where not is_paired) over (partition by own),
+                        false
+                    )
+            else base_log_ms > margin() + min(base_log_ms) over (partition by own)
+        end as is_beaten
     from weighed
     where base_is_comparable or hides_fastest
 ),
