@@ -184,6 +184,22 @@ def test_coverage_is_the_share_of_targets_between_two_quantiles(tmp_path):
     assert 0.5 < rows[-1]["heldout_coverage"] < 1
 
 
+def test_weights_of_8_bits_are_evaluated_in_16_bits_too(tmp_path):
+    small = parameters()["model"] | {"d_model": 32, "d_ff": 64}
+    spec = {"mlp": "e4m3", "projection": "torch"}
+    rows, model = run(
+        tmp_path, model=small, dtype="bfloat16", variant="narrow", variant_spec=spec, steps=3
+    )
+    torch.manual_seed(1)
+    wide = TransformerNP(model.config, Variant("wide", mlp="own"), torch.bfloat16)
+    wide.load_state_dict(model.state_dict())
+    held_out = recorded_runs.sources(parameters(), torch.device("cpu"))[1]
+    found = recorded_runs.Evaluation(held_out, parameters())(wide)
+    assert rows[-1]["heldout_log_likelihood_16_bits"] == found["heldout_log_likelihood"]
+    assert rows[-1]["heldout_log_likelihood"] != found["heldout_log_likelihood"]
+    assert found["heldout_log_likelihood_16_bits"] is None
+
+
 def test_a_run_that_diverges_ends_with_a_row_that_says_so(tmp_path, monkeypatch):
     def evaluated(self, model, evaluate=recorded_runs.Evaluation.__call__):
         found = evaluate(self, model)

@@ -200,6 +200,17 @@ class Variant:
         )
 
     @property
+    def in_16_bits(self) -> "Variant":
+        """Returns the variant with our best operators in 16 bits where it has some in 8."""
+        narrow = {operator.name for operator, _ in self.in_8_bits}
+        families = [
+            family
+            for family in FAMILIES
+            if any(operator.name in narrow for operator in catalog().family(family))
+        ]
+        return replace(self, **dict.fromkeys(families, OWN))
+
+    @property
     def precision(self) -> str:
         """Returns the number format of our products in 8 bits, or "" without any."""
         return next((own.precision for _, own in self.in_8_bits), "")

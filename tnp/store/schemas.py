@@ -318,6 +318,8 @@ TABLES: dict[str, pa.Schema] = {
             ("operators", pa.string()),  # JSON: operator → implementation
             # Format of emulated products in a control: `tnp/train/emulated_products.py`; else "".
             ("products", pa.string()),
+            # Of weights that were trained in 8 bits, in a model of 16 bits; else null.
+            ("heldout_log_likelihood_16_bits", pa.float64()),
         ],
         "kernels": [
             ("kernel", pa.string()),

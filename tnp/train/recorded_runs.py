@@ -111,7 +111,10 @@ def run(
             bar.set_postfix(held_out=f"{report[WATCHED]:.3f}")
             on_row(constant | report)
 
-        evaluation = Evaluation(held_out, parameters)
+        in_16_bits = None
+        if variant.in_8_bits:
+            in_16_bits = TransformerNP(config, variant.in_16_bits, model.compute_dtype).to(device)
+        evaluation = Evaluation(held_out, parameters, in_16_bits)
         try:
             with emulated(constant["products"]):
                 fit(
@@ -158,9 +161,21 @@ def _sizes(parameters: dict, vary: dict | None, seed: int, index: int) -> tuple[
 
 
 class Evaluation:
-    """Computes held-out log-likelihoods in nats per target value, always over the same tasks."""
+    """Computes held-out log-likelihoods in nats per target value, always over the same tasks.
 
-    def __init__(self, tasks: GaussianProcessTasks | ImageTasks, parameters: dict) -> None:
+    Args:
+        tasks, parameters: the source of held-out tasks, and the run's parameters.
+        in_16_bits: a model like the one that is trained in 8 bits. It predicts with that one's
+            weights, so that what 8 bits cost in training is told from what they cost in prediction.
+    """
+
+    def __init__(
+        self,
+        tasks: GaussianProcessTasks | ImageTasks,
+        parameters: dict,
+        in_16_bits: TransformerNP | None = None,
+    ) -> None:
+        self._in_16_bits = in_16_bits
         vary = parameters.get("held_out_vary")
         self._varies = vary is not None
         n_batches = N_HELD_OUT_BATCHES if vary is None else N_HELD_OUT_VARYING
@@ -189,6 +204,7 @@ class Evaluation:
             check_no_leak(self._independent(true), self._independent(self._exact))
         return self._joint(model) | {
             "heldout_log_likelihood": _mean(true),
+            "heldout_log_likelihood_16_bits": self._of_weights(model),
             "heldout_log_likelihood_shuffled": _mean(shuffled),
             "heldout_log_likelihood_stderr": _standard_error(self._independent(true)),
             "heldout_coverage": _mean(
@@ -197,6 +213,15 @@ class Evaluation:
             "exact_log_likelihood": None if self._exact is None else _mean(self._exact),
             "prior_log_likelihood": _mean(self._prior),
         }
+
+    def _of_weights(self, model: TransformerNP) -> float | None:
+        """Returns the log-likelihood of the model's weights in 16 bits."""
+        if self._in_16_bits is None:
+            return None
+        self._in_16_bits.load_state_dict(model.state_dict())
+        return _mean(
+            torch.cat([self._log_likelihood(self._in_16_bits, task) for task in self._tasks])
+        )
 
     def _joint(self, model: TransformerNP) -> dict[str, float | None]:
         """Returns the `joint_…` columns of the first held-out batch: each target takes a pass."""

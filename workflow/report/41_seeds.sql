@@ -3,9 +3,10 @@
 -- each seed. "Held out" is the mean log-likelihood of a target in nats, on tasks that the runs were
 -- not trained on; higher is better. "Inside" is the share of those targets that lie in their
 -- prediction's interval of 90 %, in percent. Differences are from the variant that is compared
--- with, and their intervals are of 90 %. "Equal in training" means that both intervals lie within
--- ± 0.01 nats and ± 1 %, and that no run diverged. "Less accurate a step" means that gate
--- `batch_noise` is red. Rows that emulate a format of products are controls.
+-- with, and their intervals are of 90 %. "In 16 bits" is the difference if weights that were
+-- trained in 8 bits predict in 16. "Equal in training" means that both intervals lie within ± 0.01
+-- nats and ± 1 %, and that no run diverged. "Less accurate a step" means that gate `batch_noise` is
+-- red. Rows that emulate a format of products are controls.
 select
     device,
     concat(replace(source, '_', ' '), ', ', batch, ' × (', n_context, ', ', n_target, ')') as tasks,
@@ -18,6 +19,12 @@ select
     format('{:.4f}', heldout_log_likelihood) as held_out,
     format('{:.4f} ({:.4f} to {:.4f})', mean_difference, difference_low, difference_high)
         as difference,
+    format(
+        '{:.4f} ({:.4f} to {:.4f})',
+        difference_16_bits,
+        difference_16_bits_low,
+        difference_16_bits_high
+    ) as in_16_bits,
     format('{:.2f}', 100 * coverage) as inside,
     format('{:.2f} to {:.2f}', 100 * coverage_low, 100 * coverage_high) as difference_inside,
     verdict

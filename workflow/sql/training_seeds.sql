@@ -6,8 +6,9 @@
 -- difference of `margin` or more, so the 90 % interval of the mean lies within ± margin.
 -- `calibrated` says the same of the share of targets inside 90 % intervals. Both are null with
 -- fewer than five pairs, and where a seed has one run alone. With five pairs, both are false if a
--- run diverged or stopped early. `less_accurate`: gate `batch_noise` fails for an operator of the
--- variant.
+-- run diverged or stopped early. `difference_16_bits` is of the same weights in a model of 16 bits:
+-- it tells what 8 bits cost in training from what they cost in prediction. `less_accurate`: gate
+-- `batch_noise` fails for an operator of the variant.
 create or replace view training_seeds as
 with ends as (
     select
@@ -57,6 +58,7 @@ paired as (
         is_pair and own.ended_well and base.ended_well as is_whole,
         own.heldout_log_likelihood as own_likelihood,
         base.heldout_log_likelihood as base_likelihood,
+        own.heldout_log_likelihood_16_bits as own_likelihood_16_bits,
         own.heldout_coverage as own_coverage,
         base.heldout_coverage as base_coverage
     from seeds
@@ -99,6 +101,10 @@ means as (
         heldout_log_likelihood - baseline_log_likelihood as mean_difference,
         student_quantile_95(n_pairs - n_diverged - 1) / sqrt(n_pairs - n_diverged) as scale,
         scale * stddev_samp(own_likelihood - base_likelihood) filter (where is_whole) as half_width,
+        avg(own_likelihood_16_bits - base_likelihood) filter (where is_whole)
+            as difference_16_bits,
+        scale * stddev_samp(own_likelihood_16_bits - base_likelihood) filter (where is_whole)
+            as half_width_16_bits,
         scale * stddev_samp(own_coverage - base_coverage) filter (where is_whole) as half_coverage
     from paired
     group by all
@@ -106,9 +112,11 @@ means as (
 
 judged as (
     select
-        * exclude (operators, scale, half_width, half_coverage),
+        * exclude (operators, scale, half_width, half_width_16_bits, half_coverage),
         mean_difference - half_width as difference_low,
         mean_difference + half_width as difference_high,
+        difference_16_bits - half_width_16_bits as difference_16_bits_low,
+        difference_16_bits + half_width_16_bits as difference_16_bits_high,
         coverage - baseline_coverage - half_coverage as coverage_low,
         coverage - baseline_coverage + half_coverage as coverage_high,
         cast(0.01 as double) as margin,
