@@ -49,8 +49,8 @@ def test_they_are_ours_in_16_bits_but_for_products_in_8():
         assert variant.rms_norm_linear is None and variant.role() == "own"
         assert variant.decode_attention == "triton"
     assert (FP8.buffered_attention, ATTENTION.buffered_attention) == ("triton", None)
-    assert not any(variant.in_16_bits.in_8_bits for variant in (FP8, PACKED, ATTENTION))
-    assert replace(FP8.in_16_bits, name="fused") == fused == fused.in_16_bits
+    assert not any(variant.without_8_bits.in_8_bits for variant in (FP8, PACKED, ATTENTION))
+    assert replace(FP8.without_8_bits, name="fused") == fused == fused.without_8_bits
     assert not fused.in_8_bits and not Variant.named("auto").in_8_bits
 
 

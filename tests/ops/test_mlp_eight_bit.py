@@ -14,7 +14,7 @@ from tnp.ops._shared import e4m3
 from tnp.ops._shared.blocks_8bit import Blocks, blocks_quantizer
 from tnp.ops._shared.gradient_8bit import gradient
 from tnp.ops._shared.rows_8bit import InRows, n_norms, weight_quantizer
-from tnp.ops.mlp import OPERATOR, eight_bit, mlp
+from tnp.ops.mlp import OPERATOR, composed_8bit, eight_bit, mlp
 
 IN_8_BITS = next(one for one in OPERATOR.implementations if one.name == "e4m3")
 
@@ -58,7 +58,9 @@ def test_quantizer_of_weights_agrees_with_pytorchs_casts_bit_by_bit(shape, dtype
 
 def test_padding_is_zero():
     x = drawn(42, 30)
-    found = quantized(x, (48, 32))
+    found, transposed = weight_quantizer(x.shape, x.stride(), (48, 32))(x)
+    assert torch.equal(in_float64(transposed)[:30, :42], in_float64(quantized(x.t())))
+    assert transposed.x.shape == (32, 48) and not transposed.x.float()[30:].any()
     assert found.x.shape == (48, 32) and found.scale.shape == (48,)
     assert torch.equal(in_float64(found)[:42, :30], in_float64(quantized(x)))
     assert not found.x.float()[42:].any() and not found.x.float()[:, 30:].any()
@@ -71,6 +73,8 @@ def test_ordered_columns_are_those_that_a_thread_holds():
         64 * g + 8 * j + 2 * t + c for g, t, j, c in product((0, 1), range(4), range(8), (0, 1))
     ]
     found = quantized(x, ordered=True)
+    assert torch.equal(in_float64(found), in_float64(quantized(x))[:, held])
+    _, found = weight_quantizer(x.t().shape, x.t().stride(), ordered=(False, True))(x)
     assert torch.equal(in_float64(found), in_float64(quantized(x))[:, held])
 
 
@@ -156,5 +160,10 @@ def test_only_requested_tensors_are_computed_and_saved():
     assert saved == ()
     plan = plans.build(OPERATOR, "e4m3", inputs, wanted=("down",))
     outputs, saved = plan.forward(inputs, ())
+    results = zip((outputs, saved), composed_8bit.FORWARD_Z.empty(("down",), inputs), strict=True)
+    for given, allocated in results:
+        assert [(x.shape, x.stride(), x.dtype) for x in given] == [
+            (x.shape, x.stride(), x.dtype) for x in allocated
+        ]
     found = plan.backward((torch.ones_like(outputs[0]),), plan.kept(inputs, outputs), saved, ())
     assert [x is None for x in found] == [True, True, False]

@@ -38,10 +38,10 @@ def rows_of(connection: duckdb.DuckDBPyConnection, sql: str) -> list[Row]:
     return connection.sql(sql).to_arrow_table().to_pylist()
 
 
-def steps(name: str, log_ms: np.ndarray, counts: bool | None = True) -> pa.Table:
+def steps(name: str, log_ms: np.ndarray, counts: bool | None = True, n_peers: int = 1) -> pa.Table:
     """Timings of steps from (devices, contenders, sessions, runs).
 
-    The first contender is the baseline, the second a peer; all others are ours.
+    The first contender is the baseline, the next `n_peers` are peers; all others are ours.
     """
     axes = [index.ravel() for index in np.indices(log_ms.shape)]
     devices = [f"{name} {i}" for i in axes[0]]
@@ -66,7 +66,7 @@ def steps(name: str, log_ms: np.ndarray, counts: bool | None = True) -> pa.Table
         "code_version": contenders,
         "name": contenders,
         "variant": contenders,
-        "role": [("baseline", "peer", "own")[min(i, 2)] for i in axes[1]],
+        "role": ["baseline" if i == 0 else "peer" if i <= n_peers else "own" for i in axes[1]],
         "valid": pa.array([counts] * log_ms.size, pa.bool_()),
         "session": sessions,
         "run": [" ".join(map(str, (name, *index))) for index in zip(*axes, strict=True)],
@@ -230,14 +230,36 @@ def test_a_base_of_a_faster_session_does_not_replace_the_one_timed_beside(judge:
     log_ms[0, :, 1] += 0.2
     log_ms[0, 1] -= 0.1
     log_ms[0, 2] -= 0.3
-    table = steps("gpu", log_ms)
     absent = "gpu 0 0 1 0", "gpu 0 0 1 1", "gpu 0 1 1 1", "gpu 0 2 0 0", "gpu 0 2 0 1"
-    kept = [i for i, row in enumerate(table.to_pylist()) if row["run"] not in absent]
-    rows = rows_of(
-        judge(table.take(kept)), "from contrasts where own = 'gpu 0 2' and figure = 'speedup'"
-    )
-    (best,) = [row for row in rows if row["against_best"]]
+    best = best_of(judge, steps("gpu", log_ms), "gpu 0 2", lambda run: run not in absent)
     assert (best["base"], best["ratio"]) == ("gpu 0 1", pytest.approx(np.exp(0.2)))
+
+
+@pytest.mark.parametrize("counts", [True, None])
+def test_a_base_that_pairs_and_medians_rank_otherwise_is_not_the_slowest(
+    judge: Judge, counts: bool | None
+) -> None:
+    """Pairs rank peer 1 before 2, medians 2 before 3 and 3 before 1: one must remain."""
+    log_ms = np.zeros((1, 5, 3, 2))
+    log_ms[0] += np.array([1.0, 0.0, 0.02, -0.03, -0.3])[:, None, None]
+    log_ms[0, :, 1] -= 0.1
+    table = steps("gpu", log_ms, counts, n_peers=3)
+    present = {"0 0", "1 0", "4 0", "2 1 0", "4 1 0", "3 2"}
+    best = best_of(
+        judge, table, "gpu 0 4", lambda run: any(run.startswith(f"gpu 0 {at}") for at in present)
+    )
+    assert (best["base"], best["ratio"]) == ("gpu 0 3", pytest.approx(np.exp(0.27)))
+    assert best["verdict"] is None
+
+
+def best_of(judge: Judge, table: pa.Table, own: str, keep: Callable[[str], bool]) -> Row:
+    """Returns the contrast of `own` with the fastest base, in the runs that are kept."""
+    kept = [i for i, row in enumerate(table.to_pylist()) if keep(row["run"])]
+    (best,) = rows_of(
+        judge(table.take(kept)),
+        f"from contrasts where own = '{own}' and figure = 'speedup' and against_best",
+    )
+    return best
 
 
 TRUE_DIFFERENCES = np.array([0.0, 0.0, 0.0, 0.03, 0.0, -0.03, 0.0, 0.1, -0.2, 0.03])

@@ -145,6 +145,9 @@ def test_seeds_are_compared_in_pairs(store: Callable[..., Query]) -> None:
     assert row["difference_16_bits"] == pytest.approx(mean + 0.004)
     assert row["difference_16_bits_low"] == pytest.approx(mean + 0.004 - half, rel=1e-3)
     assert row["difference_16_bits_high"] == pytest.approx(mean + 0.004 + half, rel=1e-3)
+    del own[0]["training"][-1]["heldout_log_likelihood_16_bits"]
+    lacking = one(store(*seed_runs("fused", FUSED), *own), "from training_seeds")
+    assert lacking["difference_16_bits"] is None and lacking["difference_16_bits_low"] is None
     half = 2.1318 * np.std(covered, ddof=1) / np.sqrt(5)
     assert (row["coverage"], row["baseline_coverage"]) == pytest.approx((0.901, 0.9))
     assert row["coverage_low"] == pytest.approx(0.001 - half, rel=1e-3)

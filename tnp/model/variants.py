@@ -200,13 +200,13 @@ class Variant:
         )
 
     @property
-    def in_16_bits(self) -> "Variant":
-        """Returns the variant with our best operators in 16 bits where it has some in 8."""
-        narrow = {operator.name for operator, _ in self.in_8_bits}
+    def without_8_bits(self) -> "Variant":
+        """Returns this variant with our best 16-bit implementations in place of 8-bit ones."""
+        names = {operator.name for operator, _ in self.in_8_bits}
         families = [
             family
             for family in FAMILIES
-            if any(operator.name in narrow for operator in catalog().family(family))
+            if any(operator.name in names for operator in catalog().family(family))
         ]
         return replace(self, **dict.fromkeys(families, OWN))
 

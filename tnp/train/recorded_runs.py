@@ -111,10 +111,10 @@ def run(
             bar.set_postfix(held_out=f"{report[WATCHED]:.3f}")
             on_row(constant | report)
 
-        in_16_bits = None
+        other = None
         if variant.in_8_bits:
-            in_16_bits = TransformerNP(config, variant.in_16_bits, model.compute_dtype).to(device)
-        evaluation = Evaluation(held_out, parameters, in_16_bits)
+            other = TransformerNP(config, variant.without_8_bits, model.compute_dtype).to(device)
+        evaluation = Evaluation(held_out, parameters, other)
         try:
             with emulated(constant["products"]):
                 fit(
@@ -165,17 +165,17 @@ class Evaluation:
 
     Args:
         tasks, parameters: the source of held-out tasks, and the run's parameters.
-        in_16_bits: a model like the one that is trained in 8 bits. It predicts with that one's
-            weights, so that what 8 bits cost in training is told from what they cost in prediction.
+        model_16_bits: the same model in 16 bits, for a run in 8 bits. It predicts too, with the
+            trained weights, so that the cost of training in 8 bits is seen apart.
     """
 
     def __init__(
         self,
         tasks: GaussianProcessTasks | ImageTasks,
         parameters: dict,
-        in_16_bits: TransformerNP | None = None,
+        model_16_bits: TransformerNP | None = None,
     ) -> None:
-        self._in_16_bits = in_16_bits
+        self._model_16_bits = model_16_bits
         vary = parameters.get("held_out_vary")
         self._varies = vary is not None
         n_batches = N_HELD_OUT_BATCHES if vary is None else N_HELD_OUT_VARYING
@@ -204,7 +204,7 @@ class Evaluation:
             check_no_leak(self._independent(true), self._independent(self._exact))
         return self._joint(model) | {
             "heldout_log_likelihood": _mean(true),
-            "heldout_log_likelihood_16_bits": self._of_weights(model),
+            "heldout_log_likelihood_16_bits": self._in_16_bits(model),
             "heldout_log_likelihood_shuffled": _mean(shuffled),
             "heldout_log_likelihood_stderr": _standard_error(self._independent(true)),
             "heldout_coverage": _mean(
@@ -214,14 +214,13 @@ class Evaluation:
             "prior_log_likelihood": _mean(self._prior),
         }
 
-    def _of_weights(self, model: TransformerNP) -> float | None:
-        """Returns the log-likelihood of the model's weights in 16 bits."""
-        if self._in_16_bits is None:
+    def _in_16_bits(self, model: TransformerNP) -> float | None:
+        """Returns the log-likelihood if the weights predict in 16 bits, None for a 16-bit run."""
+        other = self._model_16_bits
+        if other is None:
             return None
-        self._in_16_bits.load_state_dict(model.state_dict())
-        return _mean(
-            torch.cat([self._log_likelihood(self._in_16_bits, task) for task in self._tasks])
-        )
+        other.load_state_dict(model.state_dict())
+        return _mean(torch.cat([self._log_likelihood(other, task) for task in self._tasks]))
 
     def _joint(self, model: TransformerNP) -> dict[str, float | None]:
         """Returns the `joint_…` columns of the first held-out batch: each target takes a pass."""

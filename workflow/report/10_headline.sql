@@ -6,7 +6,7 @@
 -- "PyTorch's best" is the fastest that we could make it without a kernel of ours: cuDNN's
 -- attention, a padded hidden width, no unread rows, `torch.compile`, and a CUDA graph where that
 -- helps. "Ours" is the step of ours that is surest to be fast: the interval of its ratio to
--- PyTorch's best begins highest. Its variant is named first; variants behind it are within 1 %.
+-- PyTorch's best begins highest. Variants within 1 % of it are `fastest` in view `speedup`.
 --
 -- A ratio above 1 says how many times as fast ours is. Ratios with an interval come from runs made
 -- together on one GPU. The times are medians of all runs, so dividing them may give a slightly
@@ -20,20 +20,6 @@ with gpus as (
         max(memory_bytes) as memory_bytes
     from environments
     group by device
-),
-
-tied as (
-    select
-        device,
-        batch,
-        n_context,
-        n_target,
-        dtype,
-        precision,
-        list(distinct variant order by variant) as variants
-    from speedup
-    where fastest
-    group by all
 )
 
 select
@@ -43,9 +29,7 @@ select
     case when best_pytorch_role = 'peer' then best_pytorch_step_ms end as "PyTorch's_best,_ms",
     step_ms as "ours,_ms",
     products_in,
-    array_to_string(
-        list_prepend(variant, list_filter(variants, lambda name: name != variant)), ', '
-    ) as variant,
+    variant,
     coalesce(
         ratio_cell(speedup, speedup_low, speedup_high),
         case
@@ -59,7 +43,6 @@ select
     case when best_pytorch_role = 'peer' then verdict_best end as verdict
 from speedup
 left join gpus using (device)
-left join tied using (device, batch, n_context, n_target, dtype, precision)
 -- Steps whose sizes vary have a table of their own. The largest GPU comes first, as in figures.
 where leads and valid and not varies
 order by

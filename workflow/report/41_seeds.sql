@@ -3,10 +3,11 @@
 -- each seed. "Held out" is the mean log-likelihood of a target in nats, on tasks that the runs were
 -- not trained on; higher is better. "Inside" is the share of those targets that lie in their
 -- prediction's interval of 90 %, in percent. Differences are from the variant that is compared
--- with, and their intervals are of 90 %. "In 16 bits" is the difference if weights that were
--- trained in 8 bits predict in 16. "Equal in training" means that both intervals lie within ± 0.01
--- nats and ± 1 %, and that no run diverged. "Less accurate a step" means that gate `batch_noise` is
--- red. Rows that emulate a format of products are controls.
+-- with, and their intervals are of 90 %. "In 16 bits" is the same difference if a model in 16 bits
+-- predicts with the weights that were trained in 8. "Equal in training" means that the intervals of
+-- "difference" and "difference inside" lie within ± 0.01 nats and ± 1 %, and that no run diverged.
+-- "Less accurate a step" means that gate `batch_noise` is red. Rows that emulate a format of
+-- products are controls.
 select
     device,
     concat(replace(source, '_', ' '), ', ', batch, ' × (', n_context, ', ', n_target, ')') as tasks,

@@ -2,15 +2,15 @@
 -- `own` is (`ratio`), its 95 % interval, and a verdict.
 --
 -- Figures `speedup` and `operator_speedup` compare with the baseline, and with the fastest of
--- PyTorch and other packages by all its runs. A slower one replaces the fastest only if it was
--- timed beside `own` and is at most 1 % slower. Two that were both timed beside `own` are ranked by
--- these pairs, others by the medians of all their runs, because sessions differ. An invalid contender is never compared. If its
--- median is more than 2 % shorter than the median of every valid contender, nothing at these sizes
--- has a ratio to the fastest. Of the 2 %, 1 % is the difference that matters, and two GPUs of one
--- model differ by as much. `ablation` compares steps with and without one component, beside the
--- code version of the whole variant that was timed beside the step. `noise` compares equal things.
--- `regressions` compares successive code versions by their ratios to a third contender that did not
--- change, the control.
+-- PyTorch and other packages. Bases that were timed beside `own` are ranked by their ratios to it,
+-- because sessions differ in speed. Any other two are ranked by the medians of all their runs.
+-- Among bases within 1 % of the fastest, one with evidence comes first, then one that was timed
+-- beside `own`. An invalid contender is never compared. If its median is more than 2 % shorter than
+-- the median of every valid contender, nothing at these sizes has a ratio to the fastest. Of the
+-- 2 %, 1 % is the difference that matters, and two GPUs of one model differ by as much. `ablation`
+-- compares steps with and without one component, beside the code version of the whole variant that
+-- was timed beside the step. `noise` compares equal things. `regressions` compares successive code
+-- versions by their ratios to a third contender that did not change, the control.
 --
 -- Something compared with itself has no error. Steps that share no session have no error either:
 -- their medians are compared, in the ablation only where evidence is missing.
@@ -52,24 +52,35 @@ weighed as (
     where for_speedup
 ),
 
+-- A base is beaten beside `own` by pairs. It is beaten by a median too if one of the two has no
+-- pairs. The base of the least median that is not beaten beside `own` is never beaten.
 eligible as (
     select
         *,
-        case
-            when is_paired
-                then
-                    log_ratio
-                    > margin() + min(log_ratio) filter (where is_paired) over (partition by own)
-                    or coalesce(
-                        base_log_ms
-                        > margin()
-                        + min(base_log_ms) filter (where not is_paired) over (partition by own),
-                        false
-                    )
-            else base_log_ms > margin() + min(base_log_ms) over (partition by own)
-        end as is_beaten
+        is_paired
+        and log_ratio
+        > margin() + min(log_ratio) filter (where is_paired) over (partition by own)
+            as is_beaten_beside
     from weighed
     where base_is_comparable or hides_fastest
+),
+
+ranked as (
+    select
+        *,
+        is_beaten_beside
+        or coalesce(
+            base_log_ms
+            > margin()
+            + case
+                when is_paired
+                    then min(base_log_ms) filter (where not is_paired) over (partition by own)
+                else
+                    min(base_log_ms) filter (where not is_beaten_beside) over (partition by own)
+            end,
+            false
+        ) as is_beaten
+    from eligible
 ),
 
 speedups as (
@@ -88,7 +99,7 @@ speedups as (
                     base asc
             )
         = 1 as against_best
-    from eligible
+    from ranked
     qualify against_baseline or against_best
 ),
 

@@ -9,13 +9,13 @@
 -- compared elsewhere.
 --
 -- The newest match decides. It has passed where a check about the measurement's implementations, or
--- about all, is green and no such check is red or an error. A gate of an operator that `uses` does
--- not name is about all: no variant chooses `transformer_block`, which runs the others.
--- `concerned` is false where no check is about the choice of `auto`. It is false for gate
--- `baseline` too, which every step waits for, where its checks are about another attention than the
--- step's, and another gate has checks about the step's. A run that was killed or took too long
--- decides nothing, unless a check was red by then. Runs without kept evidence wait for nothing and
--- decide nothing.
+-- about all, is green and no such check is red or an error. Checks of `transformer_block` are about
+-- every step that waits for its gate: no variant names it, because it runs the operators that the
+-- variant names. `concerned` is false where no check is about the choice of `auto`. It is false for
+-- gate `baseline` too, which every step waits for, where its checks are about another attention
+-- than the step's, and another gate has checks about the step's. A run that was killed or took too
+-- long decides nothing, unless a check was red by then. Runs without kept evidence wait for nothing
+-- and decide nothing.
 create or replace table gate_evidence as
 with measured as (
     select
@@ -167,13 +167,7 @@ decided as (
             and (
                 checks.about = ''
                 or list_contains(deciding.uses, checks.about)
-                or (
-                    starts_with(deciding.gate, 'op--')
-                    and not list_contains(
-                        list_transform(deciding.uses, lambda used: split_part(used, '/', 1)),
-                        split_part(checks.about, '/', 1)
-                    )
-                )
+                or starts_with(checks.about, 'transformer_block/')
             )
     group by all
 ),

@@ -144,7 +144,7 @@ from (
     ('head_dim', 'width of a head'),
     ('heldout_coverage', 'share of held-out targets inside their central 90 % interval'),
     ('heldout_log_likelihood', 'nats per target value of held-out tasks; higher is better'),
-    ('heldout_log_likelihood_16_bits', 'the same of weights from 8 bits, in a 16-bit model'),
+    ('heldout_log_likelihood_16_bits', 'the same if weights of 8 bits predict in 16; else null'),
     ('heldout_log_likelihood_shuffled', 'the same with shuffled context values: the control'),
     ('heldout_log_likelihood_stderr', 'standard error of heldout_log_likelihood over the tasks'),
     ('high', 'upper end of the ratio''s 95 % interval'),

@@ -6,9 +6,9 @@
 -- difference of `margin` or more, so the 90 % interval of the mean lies within ± margin.
 -- `calibrated` says the same of the share of targets inside 90 % intervals. Both are null with
 -- fewer than five pairs, and where a seed has one run alone. With five pairs, both are false if a
--- run diverged or stopped early. `difference_16_bits` is of the same weights in a model of 16 bits:
--- it tells what 8 bits cost in training from what they cost in prediction. `less_accurate`: gate
--- `batch_noise` fails for an operator of the variant.
+-- run diverged or stopped early. `difference_16_bits` is `mean_difference` if the weights predict
+-- in 16 bits, without the error of predicting in 8. It is null for variants in 16 bits, and where a
+-- pair lacks it. `less_accurate`: gate `batch_noise` fails for an operator of the variant.
 create or replace view training_seeds as
 with ends as (
     select
@@ -101,8 +101,10 @@ means as (
         heldout_log_likelihood - baseline_log_likelihood as mean_difference,
         student_quantile_95(n_pairs - n_diverged - 1) / sqrt(n_pairs - n_diverged) as scale,
         scale * stddev_samp(own_likelihood - base_likelihood) filter (where is_whole) as half_width,
-        avg(own_likelihood_16_bits - base_likelihood) filter (where is_whole)
-            as difference_16_bits,
+        case
+            when count(own_likelihood_16_bits) filter (where is_whole) = n_pairs - n_diverged
+                then avg(own_likelihood_16_bits - base_likelihood) filter (where is_whole)
+        end as difference_16_bits,
         scale * stddev_samp(own_likelihood_16_bits - base_likelihood) filter (where is_whole)
             as half_width_16_bits,
         scale * stddev_samp(own_coverage - base_coverage) filter (where is_whole) as half_coverage

@@ -2,10 +2,10 @@
 
     w [R, C] → w8 [R, C] e4m3, scale [R] float32,  w ≈ scale · w8
 
-One launch quantizes w and wᵀ, because the products of both passes sum over different dimensions,
-and Hopper multiplies 8-bit operands only if the summed one is contiguous. A scale is the smallest
-power of two with which the row's largest element is at most 448, the largest number of e4m3. A row
-with an infinity becomes NaN, because its scale would hide it. NaN stays NaN.
+One launch quantizes w and wᵀ. The forward product sums over columns of w, the backward product over
+its rows, and Hopper multiplies 8-bit operands only if they are contiguous along the sum. A scale is
+the smallest power of two with which the row's largest element is at most 448, the largest number of
+e4m3. A row with an infinity becomes NaN, because its scale would hide it. NaN stays NaN.
 
 `bound` gives the largest norm of a row, from which `blocks_8bit` knows how large a product can be.
 """
@@ -126,37 +126,41 @@ def weight_quantizer(
     strides: tuple[int, int],
     padded: tuple[int, int] | None = None,
     ordered: tuple[bool, bool] = (False, False),
+    both: bool = True,
 ) -> Callable[[Tensor], tuple[InRows, InRows]]:
-    """Returns a function that quantizes a matrix w, and with scales of its own wᵀ.
+    """Returns a function w → (w8, w8_t) that quantizes a matrix and its transpose.
 
-    Call it with a tensor of any float dtype, which holds w from its first element on.
+    w is a tensor of any float dtype that holds the matrix from its first element on.
 
     Args:
-        shape: of w.
-        strides: of w.
-        padded: the shape after padding with zeros; None: no padding.
-        ordered: whether columns of w, and those of wᵀ, lie in the order of `column_at`. 64 must
-            divide their number after padding.
+        shape, strides: those of the matrix.
+        padded: the shape of w8, with zeros in the rows and columns past `shape`; None: no padding.
+        ordered: whether columns of w8, and those of w8_t, lie in the order of `column_at`. 64 must
+            divide their number.
+        both: whether to quantize the transpose. If not, w8_t is w8 and means nothing.
     """
     padded = padded or shape
-    n_programs, n_others = n_norms(padded), n_norms(padded[::-1])
-    blocks, others = _block(padded[1]), _block(padded[0])
+    transposed = padded[::-1]
+    n_programs, n_programs_t = n_norms(padded), n_norms(transposed)  # a program leaves one norm
+    block, block_t = _block(padded[1]), _block(transposed[1])
     kernel = Bound(
-        _quantize_both_kernel, (n_programs + n_others,), *shape, *padded, *strides, n_programs,
-        WHOLE=padded[1] <= blocks[1], ORDERED=ordered[0], BLOCK_R=blocks[0], BLOCK_C=blocks[1],
-        WHOLE_T=padded[0] <= others[1], ORDERED_T=ordered[1], BLOCK_R_T=others[0],
-        BLOCK_C_T=others[1], num_warps=NUM_WARPS,
+        _quantize_both_kernel, (n_programs + n_programs_t * both,),
+        *shape, *padded, *strides, n_programs,
+        WHOLE=padded[1] <= block[1], ORDERED=ordered[0], BLOCK_R=block[0], BLOCK_C=block[1],
+        WHOLE_T=transposed[1] <= block_t[1], ORDERED_T=ordered[1], BLOCK_R_T=block_t[0],
+        BLOCK_C_T=block_t[1], num_warps=NUM_WARPS,
     )  # fmt: skip
 
     def quantize(w: Tensor) -> tuple[InRows, InRows]:
-        rows, columns = in_rows(w, padded), in_rows(w, padded[::-1])
-        kernel(w, *rows, *columns)
-        return rows, columns
+        w8 = empty_rows(w, padded)
+        w8_t = empty_rows(w, transposed) if both else w8
+        kernel(w, *w8, *w8_t)
+        return w8, w8_t
 
     return quantize
 
 
-def in_rows(like: Tensor, shape: tuple[int, int]) -> InRows:
+def empty_rows(like: Tensor, shape: tuple[int, int]) -> InRows:
     """Returns uninitialized memory for a matrix in 8 bits, on the device of `like`."""
     return InRows(
         like.new_empty(shape, dtype=E4M3),

@@ -28,7 +28,7 @@ from tnp.ops._shared.operands import hidden_width, of_down, of_up
 from tnp.ops._shared.rows_8bit import (
     E4M3,
     InRows,
-    in_rows,
+    empty_rows,
     n_norms,
     row_product,
     weight_quantizer,
@@ -77,16 +77,16 @@ class Forward:
 
 
 class Weights:
-    """Reads up [K, F, D] in 8 bits, and down [K, 3, F] in float32, F zero-padded if necessary."""
+    """Quantizes up [K, F, D], and reads down [K, 3, F] in float32, F zero-padded if necessary."""
 
-    def __init__(self, up: Tensor, ordered: bool) -> None:
+    def __init__(self, up: Tensor, ordered: bool, both: bool) -> None:
         n_heads, d_ff, d = up.shape
         width = hidden_width(d_ff)
         self.padding, rows = width - d_ff, n_heads * width
-        self.quantize = weight_quantizer((rows, d), (d, 1), ordered=(False, ordered))
+        self.quantize = weight_quantizer((rows, d), (d, 1), ordered=(False, ordered), both=both)
 
     def up(self, up: Tensor) -> tuple[InRows, InRows]:
-        """Returns up [K·F, D], and its transpose."""
+        """Returns up [K·F, D] and its transpose, in 8 bits."""
         up = F.pad(up, (0, 0, 0, self.padding)) if self.padding else up.contiguous()
         return self.quantize(up)
 
@@ -106,7 +106,7 @@ def empty_saved(wanted, inputs, *, kernels: Kernels):
     saved = (
         x.new_empty(panels_shape(n, d), dtype=E4M3), x.new_empty(n, dtype=torch.float32),
         x.new_empty(kernels.products.new_z_shape(n, width), dtype=E4M3),
-        x.new_empty(n, dtype=torch.float32), *in_rows(x, (d, width)),
+        x.new_empty(n, dtype=torch.float32), *empty_rows(x, (d, width)),
     )  # fmt: skip
     return outputs, saved if wanted else ()
 
@@ -114,8 +114,8 @@ def empty_saved(wanted, inputs, *, kernels: Kernels):
 def prepare(call: Call, config, inputs, *, kernels: Kernels, again: bool = False):
     """Prepares the forward pass, over chunks of rows if `again`."""
     x, up, down = inputs
-    rows, weights = kernels.rows(x), Weights(up, kernels.products.ORDERED)
     save = bool(call.wanted) and not again
+    rows, weights = kernels.rows(x), Weights(up, kernels.products.ORDERED, save)
     shape = *x.shape[:-1], *down.shape[:2]
     parts = chunks(rows.n, CHUNK_ROWS if again else rows.n)
     layers = [Forward(call, x, up, n, kernels, save) for _, n in parts]
@@ -147,7 +147,7 @@ def prepare_backward(call: Call, config, inputs, *, kernels: Kernels, again: boo
     (n_heads, d_ff, d), shape = up.shape, x.shape
     width, rows = hidden_width(d_ff), kernels.rows(x)
     dx_wanted, dup_wanted, ddown_wanted = (name in call.wanted for name in NAMES)
-    weights = Weights(up, kernels.products.ORDERED)
+    weights = Weights(up, kernels.products.ORDERED, both=True)
     parts = chunks(rows.n, CHUNK_ROWS)
     layers = [Forward(call, x, up, n, kernels, True) for _, n in parts] if again else []
     of_dz = [kernels.products.dz(n, n_heads, width) for _, n in parts]
@@ -164,7 +164,7 @@ def prepare_backward(call: Call, config, inputs, *, kernels: Kernels, again: boo
         if again:
             x_rows, (up8, up8_t) = rows.matrix(x), weights.up(up)
         else:
-            up8_t = InRows(*saved[4:])
+            up8_t = InRows(*saved[4:])  # behind what `_part` reads
         if dx_wanted:
             dx = x.new_empty(rows.n, d)
         for i, (start, n) in enumerate(parts):

@@ -4,14 +4,14 @@
     backward    dz = (dy down) ∘ silu'(z)                       dx = dz up
                 dup = dzᵀ x       ddown = dyᵀ h
 
-Weights have a scale for each row of the operand (`tnp.ops._shared.rows_8bit`), which differs
-between the passes. Activations and gradients have one for 128 rows
+up and down have a scale for each row in the forward pass, upᵀ and downᵀ in the backward pass
+(`tnp.ops._shared.rows_8bit`). Activations and gradients have one for 128 rows
 (`tnp.ops._shared.blocks_8bit`). The first product of a pass writes its result in 8 bits alone: as
 rows for the next product, which is PyTorch's own, and as panels for the gradient of a weight.
 
-Up to `SAVED_ROWS` rows the forward pass saves panels of x and h, z or its slope ("slope", "z"), and
-upᵀ and downᵀ in 8 bits. With more rows it saves nothing ("again"), and the backward pass computes
-all this again, in chunks of rows.
+Up to `SAVED_ROWS` rows the forward pass saves panels of x and h, either z ("z") or its slope
+("slope"), and upᵀ and downᵀ in 8 bits. With more rows it saves nothing ("again"), and the backward
+pass computes them again, in chunks of rows.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from tnp.ops._shared.operands import hidden_width, of_down, of_up
 from tnp.ops._shared.rows_8bit import (
     E4M3,
     InRows,
-    in_rows,
+    empty_rows,
     n_norms,
     row_product,
     weight_quantizer,
@@ -52,19 +52,19 @@ def empty(wanted, inputs, *, kernels: Kernels):
         x.new_empty(panels_shape(n, d), dtype=E4M3), x.new_empty(n, dtype=torch.float32),
         x.new_empty(panels_shape(n, width), dtype=E4M3), x.new_empty(n, dtype=torch.float32),
         kernels.products.new_saved(x, (n, width), x.dtype),
-        *in_rows(x, (d, width)), *in_rows(x, (width, d)),
+        *empty_rows(x, (d, width)), *empty_rows(x, (width, d)),  # upᵀ, downᵀ
     )  # fmt: skip
     return (x.new_empty(x.shape),), saved if wanted else ()
 
 
 class Weights:
-    """Quantizes up [F, D] and down [D, F], with F padded, for the products of both passes."""
+    """Quantizes up [F, D] and down [D, F], with F padded, for one pass or for both."""
 
-    def __init__(self, up: Tensor, down: Tensor, ordered: bool) -> None:
+    def __init__(self, up: Tensor, down: Tensor, ordered: bool, both: bool) -> None:
         (d_ff, d), width = up.shape, hidden_width(up.shape[0])
-        # Sums over F are in the order in which the kernels write h and dz.
-        self.up = weight_quantizer((d_ff, d), up.stride(), (width, d), (False, ordered))
-        self.down = weight_quantizer((d, d_ff), down.stride(), (d, width), (ordered, False))
+        # Kernels write h and dz in the order of `column_at`, so their other operands have it too.
+        self.up = weight_quantizer((d_ff, d), up.stride(), (width, d), (False, ordered), both)
+        self.down = weight_quantizer((d, d_ff), down.stride(), (d, width), (ordered, False), both)
 
 
 class Hidden:
@@ -102,7 +102,7 @@ def prepare(call: Call, config, inputs, *, kernels: Kernels, again: bool = False
     x, up, down = inputs
     shape, rows, d = x.shape, kernels.rows(x), x.shape[-1]
     save = bool(call.wanted) and not again
-    weights = Weights(up, down, kernels.products.ORDERED)
+    weights = Weights(up, down, kernels.products.ORDERED, save)
     chunks = chunks_of(rows) if again else [(0, rows.n)]
     hidden = [Hidden(call, x, up, n, kernels, True, save) for _, n in chunks]
     times = row_product(x)
@@ -135,7 +135,7 @@ def prepare_normed(call: Call, inputs: tuple[Tensor, ...]) -> Callable:
     x, update, _weight, up, down = inputs
     shape, n, d, width = x.shape, x.numel() // x.shape[-1], x.shape[-1], hidden_width(up.shape[0])
     save = bool(call.wanted)
-    weights = Weights(up, down, hopper_silu_8bit.ORDERED)
+    weights = Weights(up, down, hopper_silu_8bit.ORDERED, save)
     norm = norm_quantizer(x, update, n_norms((width, d)), panels=save)
     silu = hopper_silu_8bit.matmul_silu(call.target, (n, width), d, True, save)
     times = row_product(x)
@@ -165,7 +165,7 @@ def prepare_backward(call: Call, config, inputs, *, kernels: Kernels, again: boo
     shape, width, d = x.shape, hidden_width(up.shape[0]), x.shape[-1]
     dy_rows, x_rows = kernels.rows(dy, contiguous=True), kernels.rows(x)
     dx_wanted, dup_wanted, ddown_wanted = (name in call.wanted for name in NAMES)
-    weights = Weights(up, down, kernels.products.ORDERED)
+    weights = Weights(up, down, kernels.products.ORDERED, both=True)
     chunks = chunks_of(x_rows) if again else [(0, x_rows.n)]
     gradient, quantizer = kernels.gradients.gradient, kernels.blocks.blocks_quantizer
     quantize_dy, hidden, dsilu, gradients = [], [], [], []
@@ -185,8 +185,8 @@ def prepare_backward(call: Call, config, inputs, *, kernels: Kernels, again: boo
         if again:
             x, (up8, up8_t), (_, down8_t) = x_rows.matrix(x), weights.up(up), weights.down(down)
         else:
-            x_panels, x_scale, h_panels, h_scale, slope, *both = saved
-            up8_t, down8_t = InRows(*both[:3]), InRows(*both[3:])
+            x_panels, x_scale, h_panels, h_scale, slope, *weights_t = saved
+            up8_t, down8_t = InRows(*weights_t[:3]), InRows(*weights_t[3:])
         if dx_wanted:
             dx = dy.new_empty(dy.shape)
         for i, (start, n) in enumerate(chunks):
