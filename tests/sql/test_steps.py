@@ -85,7 +85,7 @@ def test_a_step_in_16_bits_is_not_compared_with_steps_in_8_bits(
     headline = query((SQL.parent / "report" / "10_headline.sql").read_text().rstrip(";\n"))
     assert {row["variant"]: row["products_in"] for row in headline} == {
         "fused": "bfloat16",
-        "fp8": "8 bits: less accurate a step, training not compared yet",
+        "fp8": "8 bits: less accurate a step, training not judged yet",
     }
 
 

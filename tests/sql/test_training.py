@@ -177,9 +177,9 @@ UNLIKE = seed_runs("fp8", SHIFTED, recipe=OTHER)
 @pytest.mark.parametrize(
     "trained, said",
     [
-        ([], "training not compared yet"),
-        (seed_runs("fp8", ALIKE[:4], range(4)), "training not compared yet"),
-        (seed_runs("fp8", ALIKE, device="other"), "training not compared yet"),
+        ([], "training not judged yet"),
+        (seed_runs("fp8", ALIKE[:4], range(4)), "training not judged yet"),
+        (seed_runs("fp8", ALIKE, device="other"), "training not judged yet"),
         (seed_runs("fp8", ALIKE), "equal in training"),
         ([*seed_runs("fp8", ALIKE), *UNLIKE], "not shown to be equal in training"),
         (seed_runs("fp8", [*ALIKE[:4], None]), "diverged"),

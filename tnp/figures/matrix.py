@@ -54,7 +54,8 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
         "nothing was run. Grey has no speedup: it failed, is not valid, or is not compared with "
         "a plain step.",
         f"Only the edge is coloured: {theme.WITHOUT_EVIDENCE}. Outlined: the fastest with "
-        "evidence, and all within 1% of it. The figure speedup has the intervals.",
+        "evidence in its number format, and all within 1% of it. The figure speedup has the "
+        "intervals.",
         *theme.in_8_bits(rows),
     ]
     return theme.page(theme.stacked(blocks), finding(cells, devices), subtitle, layout)
@@ -76,7 +77,8 @@ def finding(cells: list[Row], devices: dict[str, Row]) -> str:
         shapes.setdefault(tied, []).append(of_shape[0]["shape"])
     winners = [f"{theme.listed(tied)} at {theme.listed(names)}" for tied, names in shapes.items()]
     equal = " (named together: equal to within 1%)" if any(len(tied) > 1 for tied in shapes) else ""
-    return f"Fastest training step on {device}: {'; '.join(winners)}{equal}"
+    apart = theme.apart_from_8_bits(cells)
+    return f"Fastest training step{apart} on {device}: {'; '.join(winners)}{equal}"
 
 
 def _cells(row: Row) -> list[Row]:

@@ -59,8 +59,8 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
         f"Speedup: time of a training step of {PLAIN} (no checkpointing, no CUDA graph) ÷ "
         "that of the configuration, on the same device, shape and dtype. Numbers: each line's "
         "fastest, with the 95% interval if both were timed in one session; bold is the fastest "
-        "with evidence. If several lie within 1% of it, bold is the one with the surest lead. "
-        "Dashed line: PyTorch's fastest configuration at that shape.",
+        "with evidence in its number format. If several lie within 1% of it, bold is the one with "
+        "the surest lead. Dashed line: PyTorch's fastest configuration at that shape.",
         f"Hollow: {theme.WITHOUT_EVIDENCE}, so without an interval and a verdict. Faster or "
         "slower: the interval clears 1× by more than 1%, corrected for the number of comparisons.",
         *theme.in_8_bits(rows),
@@ -70,6 +70,7 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
 
 def finding(rows: list[Row], devices: dict[str, Row]) -> str:
     """Returns one sentence about the first device with a timed row, without steps in 8 bits."""
+    apart = theme.apart_from_8_bits(rows)
     wide = [row for row in rows if row["speedup"] is not None and not row["precision"]]
     timed, device = data.of_first(devices, wide)
     if not timed:
@@ -81,8 +82,8 @@ def finding(rows: list[Row], devices: dict[str, Row]) -> str:
         over_plain = theme.span([row["speedup"] for row in leading])
         decided = all(row["verdict"] == "faster" for row in leading)
         return (
-            f"At all {len(leading)} sizes on {device} our fastest step trains {over_best} as fast "
-            f"as PyTorch's fastest, and {over_plain} as fast as {PLAIN}"
+            f"At all {len(leading)} sizes on {device} our fastest step{apart} trains {over_best} "
+            f"as fast as PyTorch's fastest, and {over_plain} as fast as {PLAIN}"
             f"{'' if decided else ' (partly by medians alone)'}"
         )
     if leading:

@@ -108,6 +108,11 @@ def evidence(counts: bool | None) -> str:
     return "complete, and the row is valid" if counts else WITHOUT_EVIDENCE
 
 
+def apart_from_8_bits(rows: Sequence[Row]) -> str:
+    """Returns what a sentence adds that leaves out steps in 8 bits, or "" if there are none."""
+    return " in 16 bits" if any(row["precision"] for row in rows) else ""
+
+
 def in_8_bits(rows: Sequence[Row]) -> list[str]:
     """Returns a sentence below figures with steps in 8 bits, in a list, or [] without any.
 
