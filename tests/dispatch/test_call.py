@@ -3,9 +3,11 @@
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+import torch.compiler.config as compiler_config
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import (
@@ -182,3 +184,16 @@ def test_two_plain_forms_in_one_graph(monkeypatch):
 
     compiled = torch.compile(both, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(x, weight), both(x, weight))
+
+
+def test_changed_code_reads_no_compiled_graph_of_before(tmp_path):
+    """PyTorch's cache of graphs would otherwise give an operator what an earlier one saved."""
+    (tmp_path / "inner").mkdir()
+    file = tmp_path / "inner" / "a.py"
+    digests = set()
+    for text in ("", "x = 1", "x = 2"):
+        file.write_text(text)
+        digests.add(custom_op.digest_of(tmp_path))
+    assert len(digests) == 3
+    here = Path(custom_op.__file__).parents[1]
+    assert custom_op.digest_of(here / "dispatch", here / "ops") in compiler_config.cache_key_tag

@@ -20,11 +20,14 @@ import json
 import sys
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
+from hashlib import sha256
 from operator import index
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.compiler.config as compiler_config
 
 from tnp.dispatch import derivatives, devices
 from tnp.dispatch.plans import Differentiated, KernelPlan, PlainPlan, build, key_of, plans
@@ -53,6 +56,18 @@ _plain = ModuleType(f"{__name__}.plain")
 _RUN = "run__"
 _REFUSED = "refused"  # replaces the argument `call`
 _grad_enabled = torch.is_grad_enabled
+
+
+def digest_of(*folders: Path) -> str:
+    """Returns a digest of the Python files in folders."""
+    files = sorted(file for folder in folders for file in folder.rglob("*.py"))
+    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+# PyTorch keeps compiled graphs on disk. Their keys hold an operator's name and not what it saves.
+# Without the digest a graph from before a change of tnp would be used after it.
+_code = digest_of(*(Path(__file__).parents[1] / name for name in ("dispatch", "ops")))
+compiler_config.cache_key_tag += f" tnp {_code}"
 
 
 def call(
