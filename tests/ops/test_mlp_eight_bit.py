@@ -60,6 +60,7 @@ def test_padding_is_zero():
     x = drawn(42, 30)
     found, transposed = weight_quantizer(x.shape, x.stride(), (48, 32))(x)
     assert torch.equal(in_float64(transposed)[:30, :42], in_float64(quantized(x.t())))
+    assert weight_quantizer(x.shape, x.stride(), both=False)(x)[1] is None
     assert transposed.x.shape == (32, 48) and not transposed.x.float()[30:].any()
     assert found.x.shape == (48, 32) and found.scale.shape == (48,)
     assert torch.equal(in_float64(found)[:42, :30], in_float64(quantized(x)))

@@ -202,12 +202,7 @@ class Variant:
     @property
     def without_8_bits(self) -> "Variant":
         """Returns this variant with our best 16-bit implementations in place of 8-bit ones."""
-        names = {operator.name for operator, _ in self.in_8_bits}
-        families = [
-            family
-            for family in FAMILIES
-            if any(operator.name in names for operator in catalog().family(family))
-        ]
+        families = (operator.family or operator.name for operator, _ in self.in_8_bits)
         return replace(self, **dict.fromkeys(families, OWN))
 
     @property

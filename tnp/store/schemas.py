@@ -318,7 +318,7 @@ TABLES: dict[str, pa.Schema] = {
             ("operators", pa.string()),  # JSON: operator → implementation
             # Format of emulated products in a control: `tnp/train/emulated_products.py`; else "".
             ("products", pa.string()),
-            # Of weights that were trained in 8 bits, in a model of 16 bits; else null.
+            # The same if weights that were trained in 8 bits predict in 16; null in other runs.
             ("heldout_log_likelihood_16_bits", pa.float64()),
         ],
         "kernels": [

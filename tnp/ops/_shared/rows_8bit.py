@@ -127,7 +127,7 @@ def weight_quantizer(
     padded: tuple[int, int] | None = None,
     ordered: tuple[bool, bool] = (False, False),
     both: bool = True,
-) -> Callable[[Tensor], tuple[InRows, InRows]]:
+) -> Callable[[Tensor], tuple[InRows, InRows | None]]:
     """Returns a function w → (w8, w8_t) that quantizes a matrix and its transpose.
 
     w is a tensor of any float dtype that holds the matrix from its first element on.
@@ -137,7 +137,7 @@ def weight_quantizer(
         padded: the shape of w8, with zeros in the rows and columns past `shape`; None: no padding.
         ordered: whether columns of w8, and those of w8_t, lie in the order of `column_at`. 64 must
             divide their number.
-        both: whether to quantize the transpose. If not, w8_t is w8 and means nothing.
+        both: whether to quantize the transpose. If not, w8_t is None.
     """
     padded = padded or shape
     transposed = padded[::-1]
@@ -151,10 +151,10 @@ def weight_quantizer(
         BLOCK_C_T=block_t[1], num_warps=NUM_WARPS,
     )  # fmt: skip
 
-    def quantize(w: Tensor) -> tuple[InRows, InRows]:
+    def quantize(w: Tensor) -> tuple[InRows, InRows | None]:
         w8 = empty_rows(w, padded)
-        w8_t = empty_rows(w, transposed) if both else w8
-        kernel(w, *w8, *w8_t)
+        w8_t = empty_rows(w, transposed) if both else None
+        kernel(w, *w8, *(w8_t or w8))  # without programs for w8_t nothing writes there
         return w8, w8_t
 
     return quantize

@@ -85,8 +85,8 @@ class Weights:
         self.padding, rows = width - d_ff, n_heads * width
         self.quantize = weight_quantizer((rows, d), (d, 1), ordered=(False, ordered), both=both)
 
-    def up(self, up: Tensor) -> tuple[InRows, InRows]:
-        """Returns up [K·F, D] and its transpose, in 8 bits."""
+    def up(self, up: Tensor) -> tuple[InRows, InRows | None]:
+        """Returns up [K·F, D] in 8 bits, and its transpose if it is for both passes."""
         up = F.pad(up, (0, 0, 0, self.padding)) if self.padding else up.contiguous()
         return self.quantize(up)
 
