@@ -131,7 +131,7 @@ def test_seeds_are_compared_in_pairs(store: Callable[..., Query]) -> None:
     for run, coverage in zip(own, covered, strict=True):
         run["training"][-1]["heldout_coverage"] = coverage
         last = run["training"][-1]
-        last["heldout_log_likelihood_16_bits"] = last["heldout_log_likelihood"] + 0.004
+        last["heldout_log_likelihood_8_bits"] = last["heldout_log_likelihood"] + 0.004
     row = one(store(*seed_runs("fused", FUSED), *own), "from training_seeds")
     assert (row["variant"], row["baseline_variant"], row["products"]) == ("fp8", "fused", "")
     sizes = [row[name] for name in RECIPE]
@@ -142,12 +142,12 @@ def test_seeds_are_compared_in_pairs(store: Callable[..., Query]) -> None:
     assert row["mean_difference"] == pytest.approx(mean)
     assert row["difference_low"] == pytest.approx(mean - half, rel=1e-3)
     assert row["difference_high"] == pytest.approx(mean + half, rel=1e-3)
-    assert row["difference_16_bits"] == pytest.approx(mean + 0.004)
-    assert row["difference_16_bits_low"] == pytest.approx(mean + 0.004 - half, rel=1e-3)
-    assert row["difference_16_bits_high"] == pytest.approx(mean + 0.004 + half, rel=1e-3)
-    del own[0]["training"][-1]["heldout_log_likelihood_16_bits"]
+    assert row["difference_8_bits"] == pytest.approx(mean + 0.004)
+    assert row["difference_8_bits_low"] == pytest.approx(mean + 0.004 - half, rel=1e-3)
+    assert row["difference_8_bits_high"] == pytest.approx(mean + 0.004 + half, rel=1e-3)
+    del own[0]["training"][-1]["heldout_log_likelihood_8_bits"]
     lacking = one(store(*seed_runs("fused", FUSED), *own), "from training_seeds")
-    assert lacking["difference_16_bits"] is None and lacking["difference_16_bits_low"] is None
+    assert lacking["difference_8_bits"] is None and lacking["difference_8_bits_low"] is None
     half = 2.1318 * np.std(covered, ddof=1) / np.sqrt(5)
     assert (row["coverage"], row["baseline_coverage"]) == pytest.approx((0.901, 0.9))
     assert row["coverage_low"] == pytest.approx(0.001 - half, rel=1e-3)

@@ -50,12 +50,21 @@ def test_both_passes_of_a_linear_layer_take_rounded_operands():
     assert not torch.equal(y, x @ w.T)
 
 
-def test_float32_and_no_format_are_left_alone():
+def test_an_operand_may_be_transposed():
+    x = normal(ROWS, 2 * ROWS)
+    for dim in (0, 1):
+        expected = rounded(x, dim, torch.float8_e4m3fn, True)
+        assert torch.equal(rounded(x.T, 1 - dim, torch.float8_e4m3fn, True), expected.T)
+
+
+def test_float32_no_format_and_what_is_left_out_are_not_rounded():
     x = normal(3, 3)
     with emulated("e5m2"):
         assert torch.equal(x.float() @ x.float(), x.float().mm(x.float()))
         found = x.float() @ x.float()
     assert torch.equal(found, x.float() @ x.float())
-    with emulated(""):
-        found = x @ x
-    assert torch.equal(found, x @ x)
+    for name in ("", "e5m2"):
+        with emulated(name) as unrounded:
+            found = unrounded(torch.mm)(x, x)
+            rounds = not torch.equal(x @ x, found)
+        assert torch.equal(found, x @ x) and rounds == (name == "e5m2")

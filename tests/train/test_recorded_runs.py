@@ -184,7 +184,7 @@ def test_coverage_is_the_share_of_targets_between_two_quantiles(tmp_path):
     assert 0.5 < rows[-1]["heldout_coverage"] < 1
 
 
-def test_weights_of_8_bits_are_evaluated_in_16_bits_too(tmp_path):
+def test_weights_trained_in_8_bits_predict_in_16(tmp_path):
     small = parameters()["model"] | {"d_model": 32, "d_ff": 64}
     spec = {"mlp": "e4m3", "projection": "torch"}
     rows, model = run(
@@ -194,10 +194,12 @@ def test_weights_of_8_bits_are_evaluated_in_16_bits_too(tmp_path):
     wide = TransformerNP(model.config, Variant("wide", mlp="own"), torch.bfloat16)
     wide.load_state_dict(model.state_dict())
     held_out = recorded_runs.sources(parameters(), torch.device("cpu"))[1]
-    found = recorded_runs.Evaluation(held_out, parameters())(wide)
-    assert rows[-1]["heldout_log_likelihood_16_bits"] == found["heldout_log_likelihood"]
-    assert rows[-1]["heldout_log_likelihood"] != found["heldout_log_likelihood"]
-    assert found["heldout_log_likelihood_16_bits"] is None
+    evaluation = recorded_runs.Evaluation(held_out, parameters())
+    found, narrow = evaluation(wide), evaluation(model)["heldout_log_likelihood"]
+    assert found["heldout_log_likelihood_8_bits"] is None
+    for name in ("log_likelihood", "log_likelihood_shuffled", "coverage"):
+        assert rows[-1][f"heldout_{name}"] == found[f"heldout_{name}"]
+    assert rows[-1]["heldout_log_likelihood_8_bits"] == narrow != found["heldout_log_likelihood"]
 
 
 def test_a_run_that_diverges_ends_with_a_row_that_says_so(tmp_path, monkeypatch):

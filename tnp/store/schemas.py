@@ -319,7 +319,7 @@ TABLES: dict[str, pa.Schema] = {
             # Format of emulated products in a control: `tnp/train/emulated_products.py`; else "".
             ("products", pa.string()),
             # The same if weights that were trained in 8 bits predict in 16; null in other runs.
-            ("heldout_log_likelihood_16_bits", pa.float64()),
+            ("heldout_log_likelihood_8_bits", pa.float64()),
         ],
         "kernels": [
             ("kernel", pa.string()),

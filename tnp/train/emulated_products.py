@@ -6,8 +6,9 @@ in its forward pass. With a scale, a power of two for each block of 128 rows bri
 largest value into the format's range. Operators of ours are not emulated.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 
 import torch
 import torch.nn.functional as F
@@ -26,23 +27,38 @@ ATTENTION = {0: 2, 1: 2, 2: 2}
 
 
 @contextmanager
-def emulated(name: str) -> Iterator[None]:
-    """Emulates the format `name` of `FORMATS`; "" emulates nothing."""
+def emulated(name: str) -> Iterator[Callable[[Callable], Callable]]:
+    """Emulates the format `name` of `FORMATS`; "" emulates nothing.
+
+    It yields a decorator of functions whose products are not rounded.
+    """
     if not name:
-        yield
+        yield lambda function: function
         return
-    with _Rounding(*FORMATS[name]):
-        yield
+    with _Rounding(*FORMATS[name]) as rounding:
+        yield rounding.without
 
 
 class _Rounding(TorchDispatchMode):
     def __init__(self, format_: torch.dtype, scaled: bool) -> None:
         super().__init__()
-        self.format, self.scaled = format_, scaled
+        self.format, self.scaled, self.paused = format_, scaled, False
+
+    def without(self, function: Callable) -> Callable:
+        @wraps(function)
+        def unrounded(*args, **kwargs):
+            self.paused = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.paused = False
+
+        return unrounded
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         args = list(args)
-        for at, dim in _operands(func.name().partition(".")[0]).items():
+        operands = {} if self.paused else _operands(func.name().partition(".")[0])
+        for at, dim in operands.items():
             if args[at].dtype in (torch.bfloat16, torch.float16):
                 args[at] = rounded(args[at], dim, self.format, self.scaled)
         return func(*args, **(kwargs or {}))
@@ -64,7 +80,7 @@ def rounded(x: torch.Tensor, dim: int, format_: torch.dtype, scaled: bool) -> to
     rows = moved.flatten(1)
     scale = torch.ones(len(rows), 1, device=x.device)
     if scaled:
-        blocks = F.pad(rows, (0, 0, 0, -len(rows) % ROWS)).view(-1, ROWS * rows.shape[1])
+        blocks = F.pad(rows, (0, 0, 0, -len(rows) % ROWS)).reshape(-1, ROWS * rows.shape[1])
         largest = blocks.abs().amax(1, keepdim=True).clamp(min=1e-30)
         scale = torch.exp2(torch.floor(torch.log2(most / largest)))
         scale = scale.repeat_interleave(ROWS, 0)[: len(rows)]

@@ -116,7 +116,7 @@ def run(
             other = TransformerNP(config, variant.without_8_bits, model.compute_dtype).to(device)
         evaluation = Evaluation(held_out, parameters, other)
         try:
-            with emulated(constant["products"]):
+            with emulated(constant["products"]) as unrounded:
                 fit(
                     step,
                     tasks,
@@ -124,7 +124,7 @@ def run(
                     schedule=lambda index: cosine(
                         index, *(parameters[x] for x in ("learning_rate", "warmup_steps", "steps"))
                     ),
-                    evaluate=evaluation,
+                    evaluate=unrounded(evaluation),
                     every=parameters["eval_every"],
                     folder=checkpoint_dir,
                     on_report=log,
@@ -165,8 +165,8 @@ class Evaluation:
 
     Args:
         tasks, parameters: the source of held-out tasks, and the run's parameters.
-        model_16_bits: the same model in 16 bits, for a run in 8 bits. It predicts too, with the
-            trained weights, so that the cost of training in 8 bits is seen apart.
+        model_16_bits: the same model in 16 bits, for a run in 8 bits. It predicts with the trained
+            weights, so that the cost of training in 8 bits is seen apart from that of predicting.
     """
 
     def __init__(
@@ -196,6 +196,13 @@ class Evaluation:
     @torch.no_grad()
     def __call__(self, model: TransformerNP) -> dict[str, float | None]:
         """Returns the `…_log_likelihood…` and `heldout_…` columns of a row of table `training`."""
+        in_8_bits = None
+        if self._model_16_bits is not None:
+            in_8_bits = _mean(
+                torch.cat([self._log_likelihood(model, task) for task in self._tasks])
+            )
+            self._model_16_bits.load_state_dict(model.state_dict())
+            model = self._model_16_bits
         true = torch.cat([self._log_likelihood(model, task) for task in self._tasks])
         shuffled = torch.cat(
             [self._log_likelihood(model, task.with_shuffled_context()) for task in self._tasks]
@@ -204,7 +211,7 @@ class Evaluation:
             check_no_leak(self._independent(true), self._independent(self._exact))
         return self._joint(model) | {
             "heldout_log_likelihood": _mean(true),
-            "heldout_log_likelihood_16_bits": self._in_16_bits(model),
+            "heldout_log_likelihood_8_bits": in_8_bits,
             "heldout_log_likelihood_shuffled": _mean(shuffled),
             "heldout_log_likelihood_stderr": _standard_error(self._independent(true)),
             "heldout_coverage": _mean(
@@ -213,14 +220,6 @@ class Evaluation:
             "exact_log_likelihood": None if self._exact is None else _mean(self._exact),
             "prior_log_likelihood": _mean(self._prior),
         }
-
-    def _in_16_bits(self, model: TransformerNP) -> float | None:
-        """Returns the log-likelihood if the weights predict in 16 bits, None for a 16-bit run."""
-        other = self._model_16_bits
-        if other is None:
-            return None
-        other.load_state_dict(model.state_dict())
-        return _mean(torch.cat([self._log_likelihood(other, task) for task in self._tasks]))
 
     def _joint(self, model: TransformerNP) -> dict[str, float | None]:
         """Returns the `joint_…` columns of the first held-out batch: each target takes a pass."""

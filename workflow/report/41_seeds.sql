@@ -3,8 +3,8 @@
 -- each seed. "Held out" is the mean log-likelihood of a target in nats, on tasks that the runs were
 -- not trained on; higher is better. "Inside" is the share of those targets that lie in their
 -- prediction's interval of 90 %, in percent. Differences are from the variant that is compared
--- with, and their intervals are of 90 %. "In 16 bits" is the same difference if a model in 16 bits
--- predicts with the weights that were trained in 8. "Equal in training" means that the intervals of
+-- with, and their intervals are of 90 %. Weights trained in 8 bits predict in 16; "in 8 bits" is
+-- the difference if they predict in 8. "Equal in training" means that the intervals of
 -- "difference" and "difference inside" lie within ± 0.01 nats and ± 1 %, and that no run diverged.
 -- "Less accurate a step" means that gate `batch_noise` is red. Rows that emulate a format of
 -- products are controls.
@@ -22,10 +22,10 @@ select
         as difference,
     format(
         '{:.4f} ({:.4f} to {:.4f})',
-        difference_16_bits,
-        difference_16_bits_low,
-        difference_16_bits_high
-    ) as in_16_bits,
+        difference_8_bits,
+        difference_8_bits_low,
+        difference_8_bits_high
+    ) as in_8_bits,
     format('{:.2f}', 100 * coverage) as inside,
     format('{:.2f} to {:.2f}', 100 * coverage_low, 100 * coverage_high) as difference_inside,
     verdict

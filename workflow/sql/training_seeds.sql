@@ -6,9 +6,9 @@
 -- difference of `margin` or more, so the 90 % interval of the mean lies within ± margin.
 -- `calibrated` says the same of the share of targets inside 90 % intervals. Both are null with
 -- fewer than five pairs, and where a seed has one run alone. With five pairs, both are false if a
--- run diverged or stopped early. `difference_16_bits` is `mean_difference` if the weights predict
--- in 16 bits, without the error of predicting in 8. It is null for variants in 16 bits, and where a
--- pair lacks it. `less_accurate`: gate `batch_noise` fails for an operator of the variant.
+-- run diverged or stopped early. Weights trained in 8 bits predict in 16 here. `difference_8_bits` is
+-- `mean_difference` if they predict in 8. It is null for variants in 16 bits, and where a pair lacks
+-- it. `less_accurate`: gate `batch_noise` fails for an operator of the variant.
 create or replace view training_seeds as
 with ends as (
     select
@@ -58,7 +58,7 @@ paired as (
         is_pair and own.ended_well and base.ended_well as is_whole,
         own.heldout_log_likelihood as own_likelihood,
         base.heldout_log_likelihood as base_likelihood,
-        own.heldout_log_likelihood_16_bits as own_likelihood_16_bits,
+        own.heldout_log_likelihood_8_bits as own_likelihood_8_bits,
         own.heldout_coverage as own_coverage,
         base.heldout_coverage as base_coverage
     from seeds
@@ -102,11 +102,11 @@ means as (
         student_quantile_95(n_pairs - n_diverged - 1) / sqrt(n_pairs - n_diverged) as scale,
         scale * stddev_samp(own_likelihood - base_likelihood) filter (where is_whole) as half_width,
         case
-            when count(own_likelihood_16_bits) filter (where is_whole) = n_pairs - n_diverged
-                then avg(own_likelihood_16_bits - base_likelihood) filter (where is_whole)
-        end as difference_16_bits,
-        scale * stddev_samp(own_likelihood_16_bits - base_likelihood) filter (where is_whole)
-            as half_width_16_bits,
+            when count(own_likelihood_8_bits) filter (where is_whole) = n_pairs - n_diverged
+                then avg(own_likelihood_8_bits - base_likelihood) filter (where is_whole)
+        end as difference_8_bits,
+        scale * stddev_samp(own_likelihood_8_bits - base_likelihood) filter (where is_whole)
+            as half_width_8_bits,
         scale * stddev_samp(own_coverage - base_coverage) filter (where is_whole) as half_coverage
     from paired
     group by all
@@ -114,11 +114,11 @@ means as (
 
 judged as (
     select
-        * exclude (operators, scale, half_width, half_width_16_bits, half_coverage),
+        * exclude (operators, scale, half_width, half_width_8_bits, half_coverage),
         mean_difference - half_width as difference_low,
         mean_difference + half_width as difference_high,
-        difference_16_bits - half_width_16_bits as difference_16_bits_low,
-        difference_16_bits + half_width_16_bits as difference_16_bits_high,
+        difference_8_bits - half_width_8_bits as difference_8_bits_low,
+        difference_8_bits + half_width_8_bits as difference_8_bits_high,
         coverage - baseline_coverage - half_coverage as coverage_low,
         coverage - baseline_coverage + half_coverage as coverage_high,
         cast(0.01 as double) as margin,
