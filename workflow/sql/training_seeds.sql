@@ -6,9 +6,9 @@
 -- difference of `margin` or more, so the 90 % interval of the mean lies within ± margin.
 -- `calibrated` says the same of the share of targets inside 90 % intervals. Both are null with
 -- fewer than five pairs, and where a seed has one run alone. With five pairs, both are false if a
--- run diverged or stopped early. Weights trained in 8 bits predict in 16 here. `difference_8_bits` is
--- `mean_difference` if they predict in 8. It is null for variants in 16 bits, and where a pair lacks
--- it. `less_accurate`: gate `batch_noise` fails for an operator of the variant.
+-- run diverged or stopped early. Weights trained in 8 bits predict in 16. `difference_8_bits` is
+-- `mean_difference` if they predict in 8. It is null for variants in 16 bits, and where a pair
+-- lacks it. `less_accurate`: gate `batch_noise` fails for an operator of the variant.
 create or replace view training_seeds as
 with ends as (
     select
