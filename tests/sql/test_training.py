@@ -243,6 +243,21 @@ def test_other_recipes_make_no_pair_and_a_repeated_seed_counts_once(
     assert (row["n_seeds"], row["n_pairs"], row["verdict"]) == (1, 1, NOT_KNOWN)
 
 
+def test_runs_that_end_in_16_bits_are_judged_by_themselves(store: Callable[..., Query]) -> None:
+    ended = seed_runs("fp8", ALIKE, last_in_16_bits=10)
+    for table in ended:
+        for row in table["training"]:
+            row["run"] = f"ended_{row['seed']}"
+    plain = seed_runs("fp8", SHIFTED, last_in_16_bits=0)
+    timed = runs("fp8", [40.0], role="own", precision="e4m3")
+    query = store(*seed_runs("fused", FUSED), *plain, *ended, *timed)
+    rows = {row["last_in_16_bits"]: row for row in query("from training_seeds")}
+    assert {last: row["equivalent"] for last, row in rows.items()} == {0: False, 10: True}
+    assert all((row["n_seeds"], row["n_pairs"]) == (5, 5) for row in rows.values())
+    (step,) = query("from step_summary")
+    assert step["products_in"].endswith("not shown to be equal in training")
+
+
 def test_a_control_is_judged_by_itself(store: Callable[..., Query]) -> None:
     """Its variant is the baseline's: emulated products are what it differs in."""
     control = seed_runs("fused", SHIFTED, products="e5m2", baseline="fused")

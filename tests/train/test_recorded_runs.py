@@ -195,11 +195,32 @@ def test_weights_trained_in_8_bits_predict_in_16(tmp_path):
     wide.load_state_dict(model.state_dict())
     held_out = recorded_runs.sources(parameters(), torch.device("cpu"))[1]
     evaluation = recorded_runs.Evaluation(held_out, parameters())
-    found, narrow = evaluation(wide), evaluation(model)["heldout_log_likelihood"]
+    found, narrow = evaluation(wide), evaluation._log_likelihoods(model).double().mean().item()
     assert found["heldout_log_likelihood_8_bits"] is None
     for name in ("log_likelihood", "log_likelihood_shuffled", "coverage"):
         assert rows[-1][f"heldout_{name}"] == found[f"heldout_{name}"]
     assert rows[-1]["heldout_log_likelihood_8_bits"] == narrow != found["heldout_log_likelihood"]
+
+
+def test_the_last_steps_may_be_in_16_bits(tmp_path):
+    small = parameters()["model"] | {"d_model": 32, "d_ff": 64}
+    spec = {"mlp": "e4m3", "projection": "torch"}
+    narrow = {"model": small, "dtype": "bfloat16", "variant": "narrow", "variant_spec": spec}
+    of_two, model = run(tmp_path / "two", steps=4, last_in_16_bits=1, **narrow)
+    whole, in_8_bits = run(tmp_path / "whole", steps=4, **narrow)
+    assert not model.variant.in_8_bits and in_8_bits.variant.in_8_bits
+    assert [row["step"] for row in of_two] == [0, 3, 4]  # a report at the change, none twice
+    assert [row["last_in_16_bits"] for row in of_two] == [1, 1, 1]
+    assert {row["last_in_16_bits"] for row in whole} == {0}
+    bits = [row["heldout_log_likelihood_8_bits"] for row in of_two]
+    assert bits[1] is not None and bits[2] is None
+    learnt, other = (row[-1]["heldout_log_likelihood"] for row in (of_two, whole))
+    assert learnt != other and learnt == pytest.approx(other, abs=0.1)
+    # Killed in its last steps, it continues there.
+    latest = tmp_path / "two" / "latest.pt"
+    (tmp_path / "two" / "final.pt").rename(latest)
+    again, _ = run(tmp_path / "two", steps=4, last_in_16_bits=1, **narrow)
+    assert without_time(again) == without_time(of_two)
 
 
 def test_a_run_that_diverges_ends_with_a_row_that_says_so(tmp_path, monkeypatch):

@@ -49,7 +49,7 @@ COMPARED_SEEDS = """
             as tasks
     from training_seeds
     where n_seeds > 1 and device = $device
-    order by source, batch desc, steps desc, products, variant
+    order by source, batch desc, steps desc, products, last_in_16_bits, variant
 """
 
 PAIRED_LOSSES = """
@@ -137,7 +137,9 @@ def _of_seeds(rows: list[Row]) -> str:
     """Says how variants train beside their baselines, in the words of the view; "" for controls."""
     said = []
     for of_pair in data.grouped(
-        (row for row in rows if not row["products"]), "variant", "baseline_variant"
+        (row for row in rows if not (row["products"] or row["last_in_16_bits"])),
+        "variant",
+        "baseline_variant",
     ):
         verdicts = data.grouped(of_pair, "verdict")
         where = [
@@ -180,8 +182,10 @@ def _seeds_panel(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
 
 
 def _name_of_seeds(row: Row) -> str:
-    emulated = f" in {row['products']}" if row["products"] else ""
-    return f"{row['tasks']}, {row['steps']:,} steps: {row['variant']}{emulated}"
+    how = f" in {row['products']}" if row["products"] else ""
+    if row["last_in_16_bits"]:
+        how += f", the last {row['last_in_16_bits']:,} in 16 bits"
+    return f"{row['tasks']}, {row['steps']:,} steps: {row['variant']}{how}"
 
 
 def _alike(pair: Row) -> str:

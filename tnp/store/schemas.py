@@ -320,6 +320,8 @@ TABLES: dict[str, pa.Schema] = {
             ("products", pa.string()),
             # The same if weights that were trained in 8 bits predict in 16; null in other runs.
             ("heldout_log_likelihood_8_bits", pa.float64()),
+            # How many of the last steps of a run in 8 bits were in 16; 0 or null: none.
+            ("last_in_16_bits", pa.int32()),
         ],
         "kernels": [
             ("kernel", pa.string()),

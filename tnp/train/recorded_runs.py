@@ -41,7 +41,9 @@ PROCESSES = {"gaussian_process": SMOOTH, "published_gaussian_process": PUBLISHED
 RUN_COLUMNS = (
     "config_id", "run", "variant", "source", "batch", "n_context", "n_target", "dtype", "seed",
 )  # fmt: skip
-OPTIONAL_COLUMNS = ("study", "baseline", "operators", "products")
+OPTIONAL_COLUMNS = {
+    "study": "", "baseline": "", "operators": "", "products": "", "last_in_16_bits": 0,
+}  # fmt: skip
 # Parameters of column `recipe`: a run and its baseline have equal ones, and differ in the variant.
 RECIPE = (
     "source", "batch", "n_context", "n_target", "vary", "held_out_vary", "model", "dtype",
@@ -66,7 +68,8 @@ def run(
         parameters: run, source, batch, n_context, n_target, variant, variant_spec, model, dtype,
             steps, learning_rate, warmup_steps, eval_every, seed; where given `max_grad_norm`,
             `vary` (sizes of training tasks), `held_out_vary` (sizes of held-out tasks), `study`,
-            `baseline`, `operators` and `products` (the format that a control emulates).
+            `baseline`, `operators`, `products` (the format that a control emulates) and
+            `last_in_16_bits` (how many of the last steps of a variant in 8 bits are in 16).
         device: where to train.
         checkpoint_dir: the folder of this run's checkpoints; no other run or code shares it.
         on_row: receives every row of table `training`, also rows before a resume.
@@ -83,17 +86,10 @@ def run(
     config = TNPConfig(**parameters["model"], d_x=training.d_x, sigma_min=training.sigma_min)
     torch.manual_seed(parameters["seed"])
     model = TransformerNP(config, variant, getattr(torch, parameters["dtype"])).to(device)
-    step = TrainingStep(
-        model,
-        learning_rate=parameters["learning_rate"],
-        max_grad_norm=parameters.get("max_grad_norm"),
-        cuda_graph=parameters.get("cuda_graph", device.type == "cuda"),
-        buckets=Buckets.of(parameters.get("vary")),
-    )
     recipe = {name: parameters[name] for name in RECIPE if name in parameters}
     constant = {name: parameters[name] for name in RUN_COLUMNS}
     constant |= {"recipe": json.dumps(recipe, sort_keys=True)}
-    constant |= {name: parameters.get(name, "") for name in OPTIONAL_COLUMNS}
+    constant |= {name: parameters.get(name, value) for name, value in OPTIONAL_COLUMNS.items()}
     latest, final = checkpoint_dir / LATEST, checkpoint_dir / "final.pt"
     # The rows of a finished run may be lost, if it was killed before they were written.
     if not latest.exists() and final.exists() and load_state(final, "cpu")["about"] == parameters:
@@ -107,20 +103,29 @@ def run(
                 seed, index, *_sizes(parameters, parameters.get("vary"), seed, index)
             )
 
-        def log(report: Report) -> None:
-            bar.set_postfix(held_out=f"{report[WATCHED]:.3f}")
-            on_row(constant | report)
+        logged: set[int] = set()
 
-        other = None
-        if variant.in_8_bits:
-            other = TransformerNP(config, variant.without_8_bits, model.compute_dtype).to(device)
-        evaluation = Evaluation(held_out, parameters, other)
-        try:
+        def log(report: Report) -> None:
+            if report["step"] not in logged:  # a run that goes on repeats its reports
+                logged.add(report["step"])
+                bar.set_postfix(held_out=f"{report[WATCHED]:.3f}")
+                on_row(constant | report)
+
+        evaluation = Evaluation(held_out, parameters)
+
+        def train(model: TransformerNP, until: int) -> None:
+            step = TrainingStep(
+                model,
+                learning_rate=parameters["learning_rate"],
+                max_grad_norm=parameters.get("max_grad_norm"),
+                cuda_graph=parameters.get("cuda_graph", device.type == "cuda"),
+                buckets=Buckets.of(parameters.get("vary")),
+            )
             with emulated(constant["products"]) as unrounded:
                 fit(
                     step,
                     tasks,
-                    parameters["steps"],
+                    until,
                     schedule=lambda index: cosine(
                         index, *(parameters[x] for x in ("learning_rate", "warmup_steps", "steps"))
                     ),
@@ -130,6 +135,13 @@ def run(
                     on_report=log,
                     about=parameters,
                 )
+
+        last = constant["last_in_16_bits"]
+        try:
+            train(model, parameters["steps"] - last)
+            if last:  # the state in the folder fits any variant
+                model = _in_16_bits(model)
+                train(model, parameters["steps"])
         except Diverged as error:
             log(error.report)
             return model
@@ -160,22 +172,21 @@ def _sizes(parameters: dict, vary: dict | None, seed: int, index: int) -> tuple[
     return parameters["batch"], *varying_sizes(vary, seed, index)
 
 
+def _in_16_bits(model: TransformerNP) -> TransformerNP:
+    """Returns a model of the same weights, with our 16-bit operators in place of 8-bit ones."""
+    other = TransformerNP(model.config, model.variant.without_8_bits, model.compute_dtype)
+    other.load_state_dict(model.state_dict())
+    return other.to(next(model.parameters()).device)
+
+
 class Evaluation:
     """Computes held-out log-likelihoods in nats per target value, always over the same tasks.
 
-    Args:
-        tasks, parameters: the source of held-out tasks, and the run's parameters.
-        model_16_bits: the same model in 16 bits, for a run in 8 bits. It predicts with the trained
-            weights, so that the cost of training in 8 bits is seen apart from that of predicting.
+    Weights that were trained in 8 bits predict in 16, so that the cost of training in 8 bits is
+    seen apart from that of predicting.
     """
 
-    def __init__(
-        self,
-        tasks: GaussianProcessTasks | ImageTasks,
-        parameters: dict,
-        model_16_bits: TransformerNP | None = None,
-    ) -> None:
-        self._model_16_bits = model_16_bits
+    def __init__(self, tasks: GaussianProcessTasks | ImageTasks, parameters: dict) -> None:
         vary = parameters.get("held_out_vary")
         self._varies = vary is not None
         n_batches = N_HELD_OUT_BATCHES if vary is None else N_HELD_OUT_VARYING
@@ -197,13 +208,10 @@ class Evaluation:
     def __call__(self, model: TransformerNP) -> dict[str, float | None]:
         """Returns the `…_log_likelihood…` and `heldout_…` columns of a row of table `training`."""
         in_8_bits = None
-        if self._model_16_bits is not None:
-            in_8_bits = _mean(
-                torch.cat([self._log_likelihood(model, task) for task in self._tasks])
-            )
-            self._model_16_bits.load_state_dict(model.state_dict())
-            model = self._model_16_bits
-        true = torch.cat([self._log_likelihood(model, task) for task in self._tasks])
+        if model.variant.in_8_bits:
+            in_8_bits = _mean(self._log_likelihoods(model))
+            model = _in_16_bits(model)
+        true = self._log_likelihoods(model)
         shuffled = torch.cat(
             [self._log_likelihood(model, task.with_shuffled_context()) for task in self._tasks]
         )
@@ -220,6 +228,9 @@ class Evaluation:
             "exact_log_likelihood": None if self._exact is None else _mean(self._exact),
             "prior_log_likelihood": _mean(self._prior),
         }
+
+    def _log_likelihoods(self, model: TransformerNP) -> torch.Tensor:
+        return torch.cat([self._log_likelihood(model, task) for task in self._tasks])
 
     def _joint(self, model: TransformerNP) -> dict[str, float | None]:
         """Returns the `joint_…` columns of the first held-out batch: each target takes a pass."""

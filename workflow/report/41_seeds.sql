@@ -14,6 +14,7 @@ select
     steps,
     variant,
     nullif(products, '') as emulates,
+    nullif(last_in_16_bits, 0) as last_in_16_bits,
     baseline_variant as compared_with,
     format('{} of {}', n_pairs, n_seeds) as seeds_in_pairs,
     n_diverged as diverged,
@@ -37,4 +38,5 @@ order by
     batch desc,
     steps desc,
     products asc,
+    last_in_16_bits asc,
     variant asc;

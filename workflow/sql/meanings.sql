@@ -176,6 +176,7 @@ from (
     ('l2_hit_percent', 'share of sectors found in the L2 cache'),
     ('l2_percent', 'use of the L2 cache, in percent of its peak'),
     ('last_day', 'last day of measurement, in UTC'),
+    ('last_in_16_bits', 'how many of the last steps of a run in 8 bits were in 16'),
     ('last_started_at', 'when the last run of the code version started'),
     ('last_step', 'last training step that is compared'),
     ('launch', 'place of the kernel among those of the pass, from 0'),

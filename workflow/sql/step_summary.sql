@@ -24,7 +24,7 @@ with trained as (
             'equal in training'
         ) as trains
     from training_seeds
-    where products = '' and equivalent is not null
+    where products = '' and last_in_16_bits = 0 and equivalent is not null
     group by device, variant
 )
 

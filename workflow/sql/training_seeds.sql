@@ -1,5 +1,5 @@
--- Grain: device × recipe × variant × products × baseline. Compares the final held-out likelihoods
--- of paired seeds.
+-- Grain: device × recipe × variant × products × last_in_16_bits × baseline. Compares the final
+-- held-out likelihoods of paired seeds.
 --
 -- A pair has the same recipe, seed, tasks and first weights. Its difference is that of the last
 -- held-out log-likelihoods, in nats a target. `equivalent`: both one-sided t-tests at 5 % reject a
@@ -13,7 +13,10 @@ create or replace view training_seeds as
 with ends as (
     select
         *,
-        coalesce(products, '') as formats,
+        {
+            'products': coalesce(products, ''), 'last_in_16_bits': coalesce(last_in_16_bits, 0)
+        } as way,
+        way = { 'products': '', 'last_in_16_bits': 0 } as is_plain,
         cast(recipe ->> 'steps' as integer) as steps,
         step = steps and bool_and(
             coalesce(isfinite(heldout_log_likelihood), false) and coalesce(isfinite(loss), true)
@@ -22,7 +25,7 @@ with ends as (
     where recipe is not null
     qualify
         row_number() over (
-            partition by device, recipe, variant, formats, seed
+            partition by device, recipe, variant, way, seed
             order by recorded_at desc, run asc, step desc
         ) = 1
 ),
@@ -32,12 +35,12 @@ compared as (
         device,
         recipe,
         variant,
-        formats,
+        way,
         baseline,
         any_value(operators) as operators
     from ends
     where baseline != ''
-    group by device, recipe, variant, formats, baseline
+    group by device, recipe, variant, way, baseline
 ),
 
 seeds as (
@@ -47,8 +50,8 @@ seeds as (
     from compared
     inner join ends using (device, recipe)
     where
-        (ends.variant = compared.variant and ends.formats = compared.formats)
-        or (ends.variant = compared.baseline and ends.formats = '')
+        (ends.variant = compared.variant and ends.way = compared.way)
+        or (ends.variant = compared.baseline and ends.is_plain)
 ),
 
 paired as (
@@ -68,21 +71,22 @@ paired as (
             and seeds.recipe = own.recipe
             and seeds.seed = own.seed
             and seeds.variant = own.variant
-            and seeds.formats = own.formats
+            and seeds.way = own.way
     left join ends as base
         on
             seeds.device = base.device
             and seeds.recipe = base.recipe
             and seeds.seed = base.seed
             and seeds.baseline = base.variant
-            and base.formats = ''
+            and base.is_plain
 ),
 
 means as (
     select
         device,
         variant,
-        formats as products,
+        way['products'] as products,
+        way['last_in_16_bits'] as last_in_16_bits,
         baseline as baseline_variant,
         recipe ->> 'source' as source,
         cast(recipe ->> 'batch' as integer) as batch,

@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from tnp.gates import GATES, generic_gates
-from tnp.model.variants import most_storage
+from tnp.model.variants import Variant, most_storage
 from tnp.store.schemas import EMULATED
 from tnp.tasks.sources import MAX_POINTS
 from workflow import models, settings, shapes, sources
@@ -25,6 +25,7 @@ class Settings(Section):
     model: settings.kept(settings.Model) = ABSENT
     variant: str
     products: settings.one_of(*EMULATED) = ABSENT  # of a control: the format that is emulated
+    last_in_16_bits: settings.Size = ABSENT  # of a variant in 8 bits: these are in 16
     baseline: str = ABSENT  # variant of the run that this one is compared with
     steps: settings.Size
     learning_rate: settings.Share
@@ -69,7 +70,9 @@ class Training(Study):
     def _faults_of_pairs(self, config: Config) -> Iterator[Fault]:
         """Yields runs without the run that they are compared with."""
         runs = self.spec(config)
-        plain = [spec for spec in runs.values() if spec.products is None]
+        plain = [
+            spec for spec in runs.values() if spec.products is None and spec.last_in_16_bits is None
+        ]
         known = [(spec.variant, _recipe(spec)) for spec in plain]
         for name, spec in runs.items():
             if spec.baseline is not None and (spec.baseline, _recipe(spec)) not in known:
@@ -94,7 +97,7 @@ class Training(Study):
 
 def _recipe(spec: Settings) -> str:
     """Returns all of a run's settings but those by which it may differ from its baseline."""
-    own = ("variant", "products", "baseline", "study", "eval_every")
+    own = ("variant", "products", "last_in_16_bits", "baseline", "study", "eval_every")
     return repr(sorted((name, value) for name, value in spec.given().items() if name not in own))
 
 
@@ -105,6 +108,12 @@ def _faults(place: Place, spec: Settings, config: Config) -> Iterator[Fault]:
             yield Fault((*place, key), unknown(key, getattr(spec, key), names))
     if spec.baseline is not None and spec.baseline not in known:
         yield Fault((*place, "baseline"), unknown("variant", spec.baseline, known))
+    if spec.last_in_16_bits is not None:
+        last, at = spec.last_in_16_bits, (*place, "last_in_16_bits")
+        if last >= spec.steps:
+            yield Fault(at, f"{last} must be less than steps, {spec.steps}")
+        if not Variant.from_spec(spec.variant, known[spec.variant]).in_8_bits:
+            yield Fault(at, f"variant {spec.variant!r} has no products in 8 bits: leave it out")
     if spec.baseline == spec.variant and spec.products is None:
         what = f"{spec.variant!r} is the run's own variant: name the one to compare it with"
         yield Fault((*place, "baseline"), what)
