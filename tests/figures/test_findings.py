@@ -293,10 +293,12 @@ def test_training_says_of_seeds_what_their_rows_say(drawn: Drawn) -> None:
     of_seed = sample.training_rows(0.3, -1.5, run="seeds_small_0")
     for row in of_seed["training_curves"]:
         row["recipe"] = "{}"
-    chart = drawn("training", runs, of_seed, sample.seed_rows(equal), control)
+    ended = sample.seed_rows("not known", last_in_16_bits=200)
+    chart = drawn("training", runs, of_seed, sample.seed_rows(equal), control, ended)
     assert title(chart).startswith(f"Ours beside our deterministic attention: {equal}; gp_small")
     said = unwrapped(chart)
     assert f"2,000 steps: ours: 5 of 5 seeds, {equal}" in said
+    assert "ours, the last 200 in 16 bits: 5 of 5 seeds, not known" in said
     assert "ours in e5m2: 0 of 5 seeds, diverged" in said and "seeds_small_0" not in said
 
     other = sample.seed_rows("not known", source="gaussian_process")
