@@ -250,7 +250,7 @@ def test_training_names_the_runs_that_do_not_use_their_context(drawn: Drawn) -> 
     found = title(
         drawn("training", learns, sample.training_rows(0.5, 0.45, exact=None, run="images_mid"))
     )
-    assert found.startswith("gp_small learns from its context")
+    assert found.startswith("Run gp_small learns from its context")
     assert found.endswith("; images_mid is not shown to use it")
 
 
@@ -261,7 +261,7 @@ def test_training_draws_the_runs_of_a_study_together(drawn: Drawn) -> None:
         for run, end in (("clipped", 0.1), ("small_heads", 0.4))
     ]
     chart = drawn("training", ours, *studied)
-    assert title(chart).startswith("gp_small learns") and "clipped" not in title(chart)
+    assert title(chart).startswith("Run gp_small learns") and "clipped" not in title(chart)
     said = unwrapped(chart)
     assert "differ in one thing: study recipes" in said
     assert "best first: small_heads 0.40, clipped 0.10" in said
@@ -275,7 +275,7 @@ def test_training_says_what_the_paired_runs_showed(drawn: Drawn, equivalent: boo
     verb = "is" if equivalent else "is not"
     assert title(chart).startswith(
         f"The loss of our deterministic attention {verb} equivalent to that of plain PyTorch, "
-        "within 0.010 nats; gp_small learns"
+        "within 0.010 nats; run gp_small learns"
     )
     said = unwrapped(chart)
     assert "gp_small_separate (our deterministic attention): −0.0020" in said
@@ -295,7 +295,9 @@ def test_training_says_of_seeds_what_their_rows_say(drawn: Drawn) -> None:
         row["recipe"] = "{}"
     ended = sample.seed_rows("not known", last_in_16_bits=200)
     chart = drawn("training", runs, of_seed, sample.seed_rows(equal), control, ended)
-    assert title(chart).startswith(f"Ours beside our deterministic attention: {equal}; gp_small")
+    assert title(chart).startswith(
+        f"Ours beside our deterministic attention: {equal}; run gp_small"
+    )
     said = unwrapped(chart)
     assert f"2,000 steps: ours: 5 of 5 seeds, {equal}" in said
     assert "ours, the last 200 in 16 bits: 5 of 5 seeds, not known" in said

@@ -8,13 +8,14 @@ from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 import vl_convert
 
 from tests.figures import conftest as sample
 from tests.figures.conftest import CPU, GPU, Build
 from tnp.dispatch.registry import catalog
-from tnp.figures import FIGURES, draw, render, render_index
+from tnp.figures import FIGURES, data, draw, render, render_index
 from tnp.figures.layout import PHONE
 from tnp.figures.words import WORDS, words
 from tnp.model.variants import named_specs
@@ -221,3 +222,22 @@ def test_a_variant_has_one_colour_in_all_figures(build: Build) -> None:
         )
         scales.add(scale)
     assert len(scales) == 1
+
+
+@pytest.mark.parametrize("color", [color for of_role in data.COLORS.values() for color in of_role])
+def test_a_mark_is_seen_on_light_and_on_dark_pages(color: str) -> None:
+    """WCAG 2.1 asks for a contrast of 3 : 1 between graphics and what is around them."""
+
+    def on_dark(light: np.ndarray) -> np.ndarray:
+        """The filter of `pages.STYLE`: invert(0.9), then hue-rotate(180deg)."""
+        inverted = 0.9 - 0.8 * light
+        return np.clip(2 * inverted @ [0.213, 0.715, 0.072] - inverted, 0, 1)
+
+    def luminance(rgb: np.ndarray) -> float:
+        linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+        return float(linear @ [0.2126, 0.7152, 0.0722])
+
+    mark = np.array([int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)])
+    for page, seen in ((np.ones(3), mark), (on_dark(np.ones(3)), on_dark(mark))):
+        low, high = sorted((luminance(page), luminance(seen)))
+        assert (high + 0.05) / (low + 0.05) > 3

@@ -15,10 +15,10 @@ Row = dict[str, Any]
 BASELINE_COLOR = "#6e7781"
 # PyTorch's variants and implementations. Two in a panel always differ.
 PYTORCH_COLORS = [
-    "#0072B2", "#56B4E9", "#332288", "#44AA99", "#117733", "#88CCEE",
-    "#7B6FD0", "#003F5C", "#8FBC5A", "#4B0082", "#00A6A6", "#A7B8E8",
+    "#0072B2", "#2A9ACB", "#332288", "#2E9C8B", "#117733", "#5C8A94",
+    "#7B6FD0", "#003F5C", "#6C9A36", "#4B0082", "#00A0A0", "#6F8FC9",
 ]  # fmt: skip
-OWN_COLORS = ["#D55E00", "#E69F00", "#882255", "#CC79A7", "#AA4499", "#DDCC77"]
+OWN_COLORS = ["#D55E00", "#C98500", "#882255", "#C56C9C", "#AA4499", "#A08F1F"]
 # Holds colours by role. The plain forms of a step and of an operator share a colour.
 COLORS = {"baseline": [BASELINE_COLOR], "peer": PYTORCH_COLORS, "own": OWN_COLORS}
 

@@ -17,7 +17,9 @@ PANEL_WIDTH, PANEL_HEIGHT = 480, 240  # px
 COLUMNS = 2  # panels abreast
 PAIRED = "Loss of runs on the same tasks from the same weights"
 EVALUATED = "Log-likelihood on held-out tasks"
-SEEDS = "Differences of held-out log-likelihood, over pairs of runs with the same seed"
+SEEDS = (
+    "Held-out log-likelihood less that of the variant compared with, over pairs of runs of one seed"
+)
 STUDIED = "Log-likelihood on held-out tasks, of runs that differ in one thing"
 LINES = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8c6d1f", "#56B4E9"]  # a study's runs
 FLOOR = 3.0  # nats below the best that a study's panel shows
@@ -102,12 +104,9 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
     ]
     page = theme.stacked(blocks).resolve_scale(color="independent", strokeDash="independent")
     said = finding(rows, devices, compared) if rows else ""
-    found = (
-        [theme.sentence(_of_seeds(next(filter(None, seeds.values()))))]
-        if any(seeds.values())
-        else []
-    )
-    return theme.page(page, "; ".join(filter(None, [*found, said])), subtitle, layout)
+    first = next(filter(None, seeds.values()), [])
+    title = theme.sentence("; ".join(filter(None, [_of_seeds(first), said])))
+    return theme.page(page, title, subtitle, layout)
 
 
 def finding(rows: list[Row], devices: dict[str, Row], pairs: list[Row]) -> str:
@@ -130,7 +129,7 @@ def finding(rows: list[Row], devices: dict[str, Row], pairs: list[Row]) -> str:
         verb = "is" if len(unused) == 1 else "are"
         said = f"{said}; {theme.listed(unused)} {verb} not shown to use it"
     alike = [_alike(pair) for pair in pairs if pair["device"] == slug]
-    return "; ".join([*(theme.sentence(found) for found in alike if found), said])
+    return "; ".join([*filter(None, alike), said])
 
 
 def _of_seeds(rows: list[Row]) -> str:
@@ -155,11 +154,12 @@ def _of_seeds(rows: list[Row]) -> str:
 def _seeds_panel(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
     """Draws each mean difference with its 90 % interval, and grey what counts as equivalent."""
     shown = [row | {"name": _name_of_seeds(row)} for row in rows if row["n_pairs"] > 1]
-    names = alt.Y("name:N", title=None, sort=[row["name"] for row in shown])
-    names = names.axis(labelLimit=420)
+    for row in shown:
+        row["lines"] = row["name"].replace(": ", ":\n")
+    names = alt.Y("name:N", axis=None, sort=[row["name"] for row in shown])
     band = data.drawing([{"low": -rows[0]["margin"], "high": rows[0]["margin"]}])
-    marks = data.drawing(shown or [rows[0] | {"name": "no pair of runs"}])
-    title = "held-out log-likelihood less that of the variant compared with, nats per target value"
+    marks = data.drawing(shown or [rows[0] | {"name": "no pair", "lines": "no pair of runs"}])
+    title = "difference, nats per target value"
     tooltip = ["name:N", "verdict:N", alt.Tooltip("mean_difference:Q", format=".4f")]
     drawn = alt.layer(
         band.mark_rect(color=theme.RULE).encode(x="low:Q", x2="high:Q"),
@@ -169,6 +169,9 @@ def _seeds_panel(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
         marks.mark_point(filled=True, size=70, color=LINES[0]).encode(
             x="mean_difference:Q", y=names, tooltip=tooltip
         ),
+        marks.mark_text(align="left", dy=-24, lineBreak="\n", color=theme.INK).encode(
+            x=alt.value(4), y=names, text="lines:N"
+        ),
     )
     said = [
         f"{_name_of_seeds(row)}: {row['n_pairs']} of {row['n_seeds']} seeds, {row['verdict']}"
@@ -176,7 +179,7 @@ def _seeds_panel(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
     ]
     return drawn.properties(
         width=layout.plot_width(2 * PANEL_WIDTH),
-        height=30 * max(1, len(shown)),
+        height=56 * max(1, len(shown)),
         title=layout.title("Mean and 90% interval; grey: equivalent", said, 110),
     )
 
@@ -203,16 +206,16 @@ def _learned(last: Row, where: str) -> str:
     """Summarizes a run's last evaluation in one sentence."""
     run, from_context = last["run"], last["nats_from_context"]
     if from_context is None:
-        return f"{run} is not shown to use its context {where}: shuffling it costs too little"
+        return f"run {run} is not shown to use its context {where}: shuffling it costs too little"
     if last["gap_closed"] is not None and last["gap_closed"] > 0:
         return (
-            f"{run} learns from its context {where}: "
+            f"run {run} learns from its context {where}: "
             f"{last['gap_closed']:.0%} of the way from the prior to the exact posterior"
         )
     prior = last["prior_log_likelihood"]
     below_prior = prior is not None and last["heldout_log_likelihood"] < prior
     return (
-        f"{run} learns from its context {where}: it is worth {from_context:.2f} nats per value"
+        f"run {run} learns from its context {where}: it is worth {from_context:.2f} nats per value"
         f"{', though still below the prior' if below_prior else ''}"
     )
 
