@@ -289,17 +289,19 @@ def test_training_says_of_seeds_what_their_rows_say(drawn: Drawn) -> None:
     """A run of several seeds has no panel of its own."""
     runs = sample.training_rows(0.5, -1.5)
     equal = "less accurate a step, equal in training"
-    control = sample.seed_rows("diverged", products="e5m2", n_pairs=0)
+    control = sample.seed_rows("diverged", products="e5m2", n_pairs=0, difference_8_bits=None)
     of_seed = sample.training_rows(0.3, -1.5, run="seeds_small_0")
     for row in of_seed["training_curves"]:
         row["recipe"] = "{}"
     ended = sample.seed_rows("not known", last_in_16_bits=200)
-    chart = drawn("training", runs, of_seed, sample.seed_rows(equal), control, ended)
+    null = sample.seed_rows("not known", variant="fused_centred", difference_8_bits=None)
+    chart = drawn("training", runs, of_seed, sample.seed_rows(equal), control, ended, null)
     assert title(chart).startswith(
         f"Ours beside our deterministic attention: {equal}; run gp_small"
     )
     said = unwrapped(chart)
     assert f"2,000 steps: ours: 5 of 5 seeds, {equal}" in said
+    assert "ours with centred keys: 5 of 5 seeds, not known" in said
     assert "ours, the last 200 in 16 bits: 5 of 5 seeds, not known" in said
     assert "ours in e5m2: 0 of 5 seeds, diverged" in said and "seeds_small_0" not in said
 

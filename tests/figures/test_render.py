@@ -15,7 +15,7 @@ import vl_convert
 from tests.figures import conftest as sample
 from tests.figures.conftest import CPU, GPU, Build
 from tnp.dispatch.registry import catalog
-from tnp.figures import FIGURES, data, draw, render, render_index
+from tnp.figures import FIGURES, data, draw, render, render_index, training
 from tnp.figures.layout import PHONE
 from tnp.figures.words import WORDS, words
 from tnp.model.variants import named_specs
@@ -224,7 +224,10 @@ def test_a_variant_has_one_colour_in_all_figures(build: Build) -> None:
     assert len(scales) == 1
 
 
-@pytest.mark.parametrize("color", [color for of_role in data.COLORS.values() for color in of_role])
+MARKS = [*data.COLORS.values(), training.LINES, [color for _, color, _ in training.SERIES.values()]]
+
+
+@pytest.mark.parametrize("color", sorted({color for colors in MARKS for color in colors}))
 def test_a_mark_is_seen_on_light_and_on_dark_pages(color: str) -> None:
     """WCAG 2.1 asks for a contrast of 3 : 1 between graphics and what is around them."""
 

@@ -32,8 +32,8 @@ VIEWS = {
     " recipe varchar",
     "training_seeds": "device text, recipe varchar, source text, batch integer, n_context integer,"
     " n_target integer, steps integer, variant text, products varchar, last_in_16_bits integer,"
-    " baseline_variant text,"
-    " n_seeds bigint, n_pairs bigint, mean_difference double, difference_low double,"
+    " baseline_variant text, n_seeds bigint, n_pairs bigint, difference_8_bits double,"
+    " mean_difference double, difference_low double,"
     " difference_high double, margin double, verdict text",
     "training_differences": "device text, run text, variant text, step integer, difference double",
     "training_equivalence": "device text, run text, variant text, baseline_run text,"

@@ -182,9 +182,10 @@ UNLIKE = seed_runs("fp8", SHIFTED, recipe=OTHER)
         (seed_runs("fp8", ALIKE, device="other"), "training not judged yet"),
         (seed_runs("fp8", ALIKE), "equal in training"),
         ([*seed_runs("fp8", ALIKE), *UNLIKE], "not shown to be equal in training"),
+        ([*seed_runs("fp8", ALIKE), *UNLIKE[:4]], "training not judged yet"),
         (seed_runs("fp8", [*ALIKE[:4], None]), "diverged"),
     ],
-    ids=["none", "few", "elsewhere", "equal", "of two", "diverged"],
+    ids=["none", "few", "elsewhere", "equal", "of two", "of two, one unpaired", "diverged"],
 )
 def test_a_step_in_8_bits_says_how_it_trains(
     store: Callable[..., Query], trained: list[Tables], said: str

@@ -66,11 +66,11 @@ class Killed(Exception):
     pass
 
 
-def run_killed(folder, **changes):
-    """Ends after step 3, when the checkpoint of that step is written."""
+def run_killed(folder, step=3, **changes):
+    """Ends after a step, when the checkpoint of that step is written."""
 
     def kill(row):
-        if row["step"] == 3:
+        if row["step"] == step:
             raise Killed
 
     with pytest.raises(Killed):
@@ -206,21 +206,23 @@ def test_the_last_steps_may_be_in_16_bits(tmp_path):
     small = parameters()["model"] | {"d_model": 32, "d_ff": 64}
     spec = {"mlp": "e4m3", "projection": "torch"}
     narrow = {"model": small, "dtype": "bfloat16", "variant": "narrow", "variant_spec": spec}
-    of_two, model = run(tmp_path / "two", steps=4, last_in_16_bits=1, **narrow)
-    whole, in_8_bits = run(tmp_path / "whole", steps=4, **narrow)
+    narrow |= {"steps": 6, "eval_every": 2}
+    of_two, model = run(tmp_path / "two", last_in_16_bits=3, **narrow)
+    whole, in_8_bits = run(tmp_path / "whole", **narrow)
     assert not model.variant.in_8_bits and in_8_bits.variant.in_8_bits
-    assert [row["step"] for row in of_two] == [0, 3, 4]  # a report at the change, none twice
-    assert [row["last_in_16_bits"] for row in of_two] == [1, 1, 1]
+    assert [row["step"] for row in of_two] == [0, 2, 3, 4, 6]  # 3: the change
+    assert {row["last_in_16_bits"] for row in of_two} == {3}
     assert {row["last_in_16_bits"] for row in whole} == {0}
-    bits = [row["heldout_log_likelihood_8_bits"] for row in of_two]
-    assert bits[1] is not None and bits[2] is None
-    learnt, other = (row[-1]["heldout_log_likelihood"] for row in (of_two, whole))
+    bits = [row["heldout_log_likelihood_8_bits"] is not None for row in of_two]
+    assert bits == [True, True, True, False, False]
+    learnt, other = (rows[-1]["heldout_log_likelihood"] for rows in (of_two, whole))
     assert learnt != other and learnt == pytest.approx(other, abs=0.1)
-    # Killed in its last steps, it continues there.
-    latest = tmp_path / "two" / "latest.pt"
-    (tmp_path / "two" / "final.pt").rename(latest)
-    again, _ = run(tmp_path / "two", steps=4, last_in_16_bits=1, **narrow)
-    assert without_time(again) == without_time(of_two)
+    for step in (2, 4):  # a killed run continues in the right format
+        run_killed(tmp_path / str(step), step, last_in_16_bits=3, **narrow)
+        again, other = run(tmp_path / str(step), last_in_16_bits=3, **narrow)
+        assert without_time(again) == without_time(of_two)
+        for name, weight in model.state_dict().items():
+            assert weight.equal(other.state_dict()[name])
 
 
 def test_a_run_that_diverges_ends_with_a_row_that_says_so(tmp_path, monkeypatch):
@@ -250,10 +252,13 @@ def test_a_recipe_has_all_that_a_run_shares_with_its_baseline(tmp_path):
 
 
 def test_a_control_trains_with_rounded_products(tmp_path):
-    rows = {
-        name: run(tmp_path / name, dtype="bfloat16", **changes)[0][-1]
+    every = {
+        name: run(tmp_path / name, dtype="bfloat16", **changes)[0]
         for name, changes in (("plain", {}), ("e5m2", {"products": "e5m2"}))
     }
+    first, rows = ({name: of[at] for name, of in every.items()} for at in (0, -1))
+    name = "heldout_log_likelihood"  # of equal weights: no product of an evaluation is rounded
+    assert first["plain"][name] == first["e5m2"][name]
     assert rows["plain"]["products"] == "" and rows["e5m2"]["products"] == "e5m2"
     assert rows["plain"]["recipe"] == rows["e5m2"]["recipe"]
     assert rows["plain"]["loss"] != rows["e5m2"]["loss"]

@@ -1,7 +1,8 @@
 """Defines how every figure looks: colours, numbers as text, the page around the chart.
 
-Colours are Okabe and Ito's and Paul Tol's, which any colour vision can distinguish. Grey and cool
-hues are PyTorch's variants, warm hues are ours. No figure relies on hue alone.
+Colours follow Okabe and Ito's and Paul Tol's, which any colour vision can distinguish. The light
+ones are darker here, so that they are seen on light and on dark pages. Grey and cool hues are
+PyTorch's variants, warm hues are ours. No figure relies on hue alone.
 """
 
 import re

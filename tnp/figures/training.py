@@ -18,10 +18,10 @@ COLUMNS = 2  # panels abreast
 PAIRED = "Loss of runs on the same tasks from the same weights"
 EVALUATED = "Log-likelihood on held-out tasks"
 SEEDS = (
-    "Held-out log-likelihood less that of the variant compared with, over pairs of runs of one seed"
+    "Held-out log-likelihood less that of the variant compared with, over pairs with equal seeds"
 )
 STUDIED = "Log-likelihood on held-out tasks, of runs that differ in one thing"
-LINES = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8c6d1f", "#56B4E9"]  # a study's runs
+LINES = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8c6d1f", "#2A9ACB"]  # a study's runs
 FLOOR = 3.0  # nats below the best that a study's panel shows
 
 # Column of the view → name, colour and dash.
@@ -133,10 +133,14 @@ def finding(rows: list[Row], devices: dict[str, Row], pairs: list[Row]) -> str:
 
 
 def _of_seeds(rows: list[Row]) -> str:
-    """Says how variants train beside their baselines, in the words of the view; "" for controls."""
+    """Says how steps in 8 bits train beside their baselines, in the words of the view."""
     said = []
     for of_pair in data.grouped(
-        (row for row in rows if not (row["products"] or row["last_in_16_bits"])),
+        (
+            row
+            for row in rows
+            if row["difference_8_bits"] is not None and not row["last_in_16_bits"]
+        ),
         "variant",
         "baseline_variant",
     ):
@@ -153,9 +157,11 @@ def _of_seeds(rows: list[Row]) -> str:
 
 def _seeds_panel(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
     """Draws each mean difference with its 90 % interval, and grey what counts as equivalent."""
-    shown = [row | {"name": _name_of_seeds(row)} for row in rows if row["n_pairs"] > 1]
-    for row in shown:
-        row["lines"] = row["name"].replace(": ", ":\n")
+    shown = [
+        row | {"name": _name_of_seeds(row), "lines": _name_of_seeds(row, ":\n")}
+        for row in rows
+        if row["n_pairs"] > 1
+    ]
     names = alt.Y("name:N", axis=None, sort=[row["name"] for row in shown])
     band = data.drawing([{"low": -rows[0]["margin"], "high": rows[0]["margin"]}])
     marks = data.drawing(shown or [rows[0] | {"name": "no pair", "lines": "no pair of runs"}])
@@ -184,11 +190,11 @@ def _seeds_panel(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
     )
 
 
-def _name_of_seeds(row: Row) -> str:
+def _name_of_seeds(row: Row, between: str = ": ") -> str:
     how = f" in {row['products']}" if row["products"] else ""
     if row["last_in_16_bits"]:
         how += f", the last {row['last_in_16_bits']:,} in 16 bits"
-    return f"{row['tasks']}, {row['steps']:,} steps: {row['variant']}{how}"
+    return f"{row['tasks']}, {row['steps']:,} steps{between}{row['variant']}{how}"
 
 
 def _alike(pair: Row) -> str:

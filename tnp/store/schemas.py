@@ -318,7 +318,7 @@ TABLES: dict[str, pa.Schema] = {
             ("operators", pa.string()),  # JSON: operator → implementation
             # Format of emulated products in a control: `tnp/train/emulated_products.py`; else "".
             ("products", pa.string()),
-            # The same if weights that were trained in 8 bits predict in 16; null in other runs.
+            # `heldout_log_likelihood` if weights of 8 bits predict in 8; null in other runs.
             ("heldout_log_likelihood_8_bits", pa.float64()),
             # How many of the last steps of a run in 8 bits were in 16; 0 or null: none.
             ("last_in_16_bits", pa.int32()),

@@ -4,10 +4,10 @@
 -- not trained on; higher is better. "Inside" is the share of those targets that lie in their
 -- prediction's interval of 90 %, in percent. Differences are from the variant that is compared
 -- with, and their intervals are of 90 %. Weights trained in 8 bits predict in 16; "in 8 bits" is
--- the difference if they predict in 8. "Equal in training" means that the intervals of
--- "difference" and "difference inside" lie within ± 0.01 nats and ± 1 %, and that no run diverged.
--- "Less accurate a step" means that gate `batch_noise` is red. Rows that emulate a format of
--- products are controls.
+-- the difference if they predict in 8. "Last in 16 bits" counts final steps in 16 bits. "Equal in
+-- training" means that the intervals of "difference" and "difference inside" lie within ± 0.01 nats
+-- and ± 1 %, and that no run diverged. "Less accurate a step" means that gate `batch_noise` is red.
+-- Rows that emulate a format of products are controls.
 select
     device,
     concat(replace(source, '_', ' '), ', ', batch, ' × (', n_context, ', ', n_target, ')') as tasks,

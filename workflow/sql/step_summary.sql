@@ -5,8 +5,8 @@
 -- `tflops` are null where the first rows with `skip_unread` counted work that was left out.
 -- `varies` marks streams of tasks whose sizes vary, and failures at their shapes. `products_in`
 -- says in words which number format products have. For 8 bits it adds the verdict of view
--- `training_seeds` on the variant: "equal in training" where that is shown for each recipe that was
--- judged, else the worst verdict.
+-- `training_seeds` on the variant: the worst one, or "equal in training" where that is shown for each
+-- recipe.
 create or replace view step_summary as
 with trained as (
     select
@@ -21,10 +21,10 @@ with trained as (
                     else 2
                 end
             ) filter (where not (equivalent and calibrated)),
-            'equal in training'
+            case when bool_and(equivalent is not null) then 'equal in training' end
         ) as trains
     from training_seeds
-    where products = '' and last_in_16_bits = 0 and equivalent is not null
+    where products = '' and last_in_16_bits = 0
     group by device, variant
 )
 
