@@ -5,8 +5,8 @@
 -- `tflops` are null where the first rows with `skip_unread` counted work that was left out.
 -- `varies` marks streams of tasks whose sizes vary, and failures at their shapes. `products_in`
 -- says in words which number format products have. For 8 bits it adds the verdict of view
--- `training_seeds` on the variant: the worst one, or "equal in training" where that is shown for each
--- recipe.
+-- `training_seeds` on the variant: the worst one, or "equal in training" where that is shown for
+-- each recipe.
 create or replace view step_summary as
 with trained as (
     select
