@@ -16,7 +16,7 @@ BASELINE_COLOR = "#6e7781"
 # PyTorch's variants and implementations. Two in a panel always differ.
 PYTORCH_COLORS = [
     "#0072B2", "#2A9ACB", "#332288", "#2E9C8B", "#117733", "#5C8A94",
-    "#7B6FD0", "#003F5C", "#6C9A36", "#4B0082", "#00A0A0", "#3030F0",
+    "#7B6FD0", "#003F5C", "#6C9A36", "#4B0082", "#00A0A0", "#3F51D8",
 ]  # fmt: skip
 OWN_COLORS = ["#D55E00", "#C98500", "#882255", "#C56C9C", "#AA4499", "#6B5D00"]
 # Holds colours by role. The plain forms of a step and of an operator share a colour.

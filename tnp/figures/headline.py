@@ -45,7 +45,7 @@ QUERY = """
     qualify row_number() over (
         partition by shape, role, precision order by valid desc nulls last, leads desc, step_ms
     ) = 1
-    order by n_context, n_target, batch desc, role
+    order by n_context, n_target, batch desc, role, precision
 """
 
 # A valid step of ours has no bar if the plain step beside it is not valid.

@@ -164,7 +164,7 @@ def _seeds_panel(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
     ]
     names = alt.Y("name:N", axis=None, sort=[row["name"] for row in shown])
     band = data.drawing([{"low": -rows[0]["margin"], "high": rows[0]["margin"]}])
-    marks = data.drawing(shown or [rows[0] | {"name": "no pair", "lines": "no pair of runs"}])
+    marks = data.drawing(shown or [rows[0] | dict.fromkeys(("name", "lines"), "no pair of runs")])
     title = "difference, nats per target value"
     tooltip = ["name:N", "verdict:N", alt.Tooltip("mean_difference:Q", format=".4f")]
     drawn = alt.layer(
