@@ -1,9 +1,9 @@
 """Rounds the operands of PyTorch's products to 8 bits: controls of training in 8 bits.
 
 A control trains with PyTorch's own operators. Inside `emulated`, each product of 16-bit matrices
-takes rounded operands, forward and backward, and attention takes rounded queries, keys and values
-in its forward pass. With a scale, a power of two for each block of 128 rows brings the block's
-largest value into the format's range. Operators of ours are not emulated.
+takes rounded operands, forward and backward. Attention stays in 16 bits, as in variant `fp8`. With
+a scale, a power of two for each block of 128 rows brings the block's largest value into the
+format's range. Operators of ours are not emulated.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,6 @@ FORMATS = {
 }
 # Product → {operand: its dimension that is not summed over}.
 PRODUCTS = {"aten::mm": {0: 0, 1: 1}, "aten::addmm": {1: 0, 2: 1}, "aten::bmm": {0: 1, 1: 2}}
-ATTENTION = {0: 2, 1: 2, 2: 2}
 
 
 @contextmanager
@@ -57,17 +56,11 @@ class _Rounding(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         args = list(args)
-        operands = {} if self.paused else _operands(func.name().partition(".")[0])
+        operands = {} if self.paused else PRODUCTS.get(func.name().partition(".")[0], {})
         for at, dim in operands.items():
             if args[at].dtype in (torch.bfloat16, torch.float16):
                 args[at] = rounded(args[at], dim, self.format, self.scaled)
         return func(*args, **(kwargs or {}))
-
-
-def _operands(name: str) -> dict[int, int]:
-    if name.startswith("aten::_scaled_dot_product") and not name.endswith("backward"):
-        return ATTENTION
-    return PRODUCTS.get(name, {})
 
 
 def rounded(x: torch.Tensor, dim: int, format_: torch.dtype, scaled: bool) -> torch.Tensor:
