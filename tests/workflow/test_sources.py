@@ -7,8 +7,10 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import duckdb
+
 from tnp.bench.outcome import implementation_of
-from tnp.dispatch.registry import AUTO, IMPLEMENTATIONS, OPERATORS, catalog
+from tnp.dispatch.registry import AUTO, IMPLEMENTATIONS, OPERATORS, catalog, is_automatic
 from tnp.gates import gates_for, gates_of
 from tnp.model.variants import FAMILIES
 from tnp.store.schemas import CEILINGS
@@ -49,6 +51,23 @@ def test_a_kernel_is_a_source_of_what_uses_it_and_of_nothing_else():
     assert uses(sources.of_gate("op--attention--separate"))
     assert not uses(sources.of_gate("baseline"))
     assert "tnp/model/network.py" in files(sources.of_gate("baseline"))
+
+
+def test_gates_run_all_that_an_operators_benchmark_needs_a_gate_for():
+    """Otherwise no row of ours would be gated. `auto` may choose a form that no gate runs."""
+    duckdb.execute((ROOT / "workflow/sql/stg_macros.sql").read_text())
+    own = {
+        (job["op"], name): job | {"implementation": name}
+        for job in OPS.values()
+        for name in map(implementation_of, job["implementations"])
+        if job["op"] not in CEILINGS and not is_automatic(name) and gates_of(job["op"], name)
+    }
+    assert len(own) > 30
+    for (op, name), job in own.items():
+        tested = {part for gate in gates_of(op, name) for part in sources.of_gate(gate).items()}
+        for part, hash_ in sources.of_op(job).items():
+            if duckdb.execute("select needs_a_gate('definition', ?)", [part]).fetchone()[0]:
+                assert (part, hash_) in tested, f"{op} {name}"
 
 
 def test_a_variants_operators_are_sources_each_of_its_own():

@@ -72,27 +72,7 @@ ungated as (
     from decided
     inner join stg_code_parts using (code_set)
     where
-        (
-            part = 'kernel'
-            or (
-                part in ('definition', 'module')
-                and regexp_matches(
-                    name,
-                    '^(tnp_lab|tnp\.(ops|cuda_graphs|train\.(step|step_graphs)'
-                    || '|model\.(buffer_rows|causal_buffer|layers|network|packing|prediction'
-                    || '|prediction_graphs|sample_graph|sampling|transformer_np)'
-                    -- Early rows name the modules before they moved into packages.
-                    || '|buffer|captures|decode_graphs|drawing|joint|layers|model|packing'
-                    || '|prediction|step|step_graphs))(\.|:|$)'
-                )
-                -- These choose and describe what ran; the chosen kernels are compared in their
-                -- place. No gate covers PyTorch's forms alone, though `auto` may choose them.
-                and not regexp_matches(
-                    name,
-                    '^tnp\.ops\.((auto|registry)(:|$)|\w+\.torch_forms:)|:describe_launch$'
-                )
-            )
-        )
+        needs_a_gate(part, name)
         and (deciding_sets, part, name, hash) not in (
             select (proving.deciding_sets, parts.part, parts.name, parts.hash)
             from proving
