@@ -374,6 +374,18 @@ def test_an_emulated_format_is_judged_apart_from_its_kernel(of_swiglu):
     assert red(of_swiglu(implementation=replace(own, budget=None), name="narrow"))
 
 
+def test_where_the_format_holds_the_inputs_a_kernel_may_round_as_its_dtype_does(of_swiglu):
+    """The emulation then has no error, and the kernel's products are in another order."""
+    budget = Budget(emulate=lambda case, inputs: {})
+    own = Implementation("narrow", run=lambda g, up: g * up * torch.sigmoid(g), budget=budget)
+    checks = of_swiglu(implementation=own, name="narrow")
+    assert red(checks) == []
+    assert any(0 < c.value and "dup of the originals" in c.check for c in checks)
+    far = replace(own, run=lambda gate, up: OPERATOR.reference(gate, up) * 1.01)
+    found = red(of_swiglu(implementation=far, name="narrow"))
+    assert any("y of the originals" in what for what in found)
+
+
 def test_gradients_that_are_rounded_on_the_way_are_judged_by_their_emulation(of_swiglu):
     """Results and a third of what arrives of a gradient are rounded to bfloat16: a third of 1 too,
     and no input's format says so.

@@ -81,15 +81,20 @@ def max_abs_error(out: torch.Tensor, reference: torch.Tensor) -> float:
 def error_ratio(
     out: torch.Tensor, pytorch: torch.Tensor, reference: torch.Tensor, floor: float = 0.0
 ) -> float:
-    """Returns the distance of `out` from `reference` (in float64), over the expected distance.
+    """Returns the distance of `out` from `reference` (in float64), over `expected_error`."""
+    expected = expected_error(out.dtype, pytorch, reference, floor)
+    return math.inf if expected is None else distance(out, reference) / expected
 
-    The expected distance is the largest of three: the distance of PyTorch's own result in the same
-    dtype; `floor`, the expected loss of float32 in this problem (`tnp.ops._shared.rounding_error`);
-    and about one rounding to the output's dtype. If PyTorch's result is not finite, the ratio is
-    infinite.
+
+def expected_error(
+    dtype: torch.dtype, pytorch: torch.Tensor, reference: torch.Tensor, floor: float
+) -> float | None:
+    """Returns the distance from `reference` (in float64) that a result in `dtype` may well have.
+
+    It is the largest of three: the distance of PyTorch's own result in the same dtype; `floor`, the
+    expected loss of float32 in this problem (`tnp.ops._shared.rounding_error`); and about one
+    rounding to the output's dtype. It is None if PyTorch's result is not finite.
     """
     own = distance(pytorch, reference)
-    if math.isinf(own):
-        return math.inf
-    rounding = torch.finfo(out.dtype).eps / 4 * reference.detach().double().norm().item()
-    return distance(out, reference) / max(own, floor, rounding, 1e-300)
+    rounding = torch.finfo(dtype).eps / 4 * reference.detach().double().norm().item()
+    return None if math.isinf(own) else max(own, floor, rounding, 1e-300)

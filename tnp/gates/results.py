@@ -12,7 +12,7 @@ import torch
 from tnp.dispatch import devices
 from tnp.dispatch.devices import Target
 from tnp.dispatch.spec import Budget, Call, Case, Implementation, Operator, Problem
-from tnp.gates.checks import Check, distance, error_ratio
+from tnp.gates.checks import Check, distance, error_ratio, expected_error
 from tnp.ops._shared.random_values import Random, Upstream
 
 Inputs = dict[str, torch.Tensor | None]  # inputs by name, in the operator's order
@@ -136,23 +136,28 @@ class Setting:
     def judged(self, got: Results) -> Iterator[tuple[str, float, float]]:
         """Yields name, error ratio and bound of each result, and of emulated ones twice.
 
-        Emulated results are also compared with float64 results of the original inputs. A result
-        that is missing, of another shape than PyTorch's, or of a narrower dtype has an infinite
-        error.
+        Emulated results are also compared with float64 results of the original inputs. They may be
+        as far off as the emulation times its bound, or as their dtype allows: the emulation may be
+        exact, as that of a single key is. A result that is missing, of another shape than
+        PyTorch's, or of a narrower dtype has an infinite error.
         """
         for name, value in got.items():
             is_gradient = name not in self.operator.outputs
             bound = self.budget.gradients if is_gradient else self.budget.outputs
             yield name, self._ratio(name, value), bound
             if self.originals is not None and value is not None:
-                quantized = distance(self._emulated(name, value.dtype), self.originals[name])
-                ratio = distance(value, self.originals[name]) / max(quantized, 1e-300)
+                ratio = self._ratio_of_originals(name, value, bound)
                 yield f"{name} of the originals", ratio, self.budget.emulated
 
-    def _emulated(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a result as the number format leaves it, in `dtype` if it is rounded."""
-        found = self.rounded.get(name)
-        return self.exact[name] if found is None else found.to(dtype)
+    def _ratio_of_originals(self, name: str, value: torch.Tensor, bound: float) -> float:
+        emulated, originals = self.rounded.get(name), self.originals[name]
+        emulated = self.exact[name] if emulated is None else emulated.to(value.dtype)
+        own, exact = self.own[name], self.exact[name]
+        expected = expected_error(value.dtype, own, exact, self._floor(name))
+        if expected is None:
+            return math.inf
+        allowed = max(distance(emulated, originals), expected * bound / self.budget.emulated)
+        return distance(value, originals) / allowed
 
     def _ratio(self, name: str, value: torch.Tensor | None) -> float:
         own, exact = self.own[name], self.exact[name]
@@ -165,12 +170,17 @@ class Setting:
             return math.inf
         if not value.is_floating_point():
             return 0.0 if torch.equal(value, own) else math.inf
-        floor = self.floors.get(name, 0.0) if isinstance(self.floors, Mapping) else self.floors
-        # The floor is infinite if the result is zero: a relative error has no meaning then.
-        floor = floor if math.isinf(floor) else floor * exact.norm().item()
+        floor = self._floor(name)
         if name in self.rounded:
             floor = max(floor, distance(self.rounded[name], exact))
         return error_ratio(value, own, exact, floor)
+
+    def _floor(self, name: str) -> float:
+        """Returns the error that no rounding can undercut. It is infinite if the result is zero: a
+        relative error has no meaning then.
+        """
+        floor = self.floors.get(name, 0.0) if isinstance(self.floors, Mapping) else self.floors
+        return floor if math.isinf(floor) else floor * self.exact[name].norm().item()
 
 
 def in_float64(inputs: Inputs) -> Inputs:

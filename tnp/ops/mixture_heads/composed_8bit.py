@@ -180,6 +180,7 @@ def prepare_backward(call: Call, config, inputs, *, kernels: Kernels, again: boo
                 dup = added(dup, of_up_weight[i](dz8, x8))
             if ddown_wanted:
                 ddown = added(ddown, partials.sum(0))
+            del dz8, partials  # before the next chunk's are made: a step's memory peaks here
         return (
             dx.view(shape) if dx_wanted else None,
             as_up(dup.view(up_shape)) if dup_wanted else None,
