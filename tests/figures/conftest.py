@@ -58,7 +58,11 @@ def sized(shape: str) -> Row:
     return {"shape": shape, "batch": batch, "n_context": n_context, "n_target": n_target}
 
 
-TRAINS = {"fp8": "equal in training", "pytorch_best_fp8": "not compared yet"}
+# The longest that macro `format_cell` says.
+TRAINS = {
+    "fp8": "less accurate a step, not shown to be equal in training",
+    "pytorch_best_fp8": "less accurate a step, training not judged yet",
+}
 
 
 def steps(

@@ -1,5 +1,6 @@
 """Tests that figure `headline` says and draws what the rows of the leading steps say."""
 
+import re
 from typing import Any
 
 import duckdb
@@ -34,16 +35,15 @@ def test_steps_in_8_bits_have_bars_of_their_own_and_say_what_they_are(build: Bui
     svg = as_svg(chart)
     for text in ("(80.0 ms)", "(140 ms)", "(100 ms)"):
         assert text in svg
-    said = (
-        "In 8 bits: equal in training (our step in 8 bits); in 8 bits: not compared yet "
-        "(PyTorch's best in 8 bits)."
-    )
+    assert int(re.search(r'width="(\d+)"', svg)[1]) <= 810  # no line is wider than the bars
+    ours, peer = (sample.TRAINS[variant] for variant in ("fp8", "pytorch_best_fp8"))
+    said = f"In 8 bits: {ours} (our step in 8 bits). In 8 bits: {peer} (PyTorch's best in 8 bits)."
     assert said in unwrapped(chart)
     for figure in ("speedup", "matrix", "memory"):
         assert "8 bits" not in title(draw(figure, path))
         assert said in unwrapped(draw(figure, path))
     alone = build(**sample.merged(H200, sample.steps(sample.THREE | {("mid", "fp8"): 80.0})))
-    assert "In 8 bits: equal in training." in unwrapped(headline(alone))
+    assert f"In 8 bits: {ours}." in unwrapped(headline(alone))
     plain = build(**sample.merged(H200, sample.steps(sample.THREE)))
     assert "8 bits" not in as_svg(headline(plain)) + str(draw("speedup", plain).to_dict())
 

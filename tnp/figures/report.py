@@ -185,7 +185,9 @@ def _short(names: list[str], rows: list[tuple]) -> str:
 
 
 def _cell(value: object) -> str:
-    """Returns `value` for a reader: four significant digits, commas, and a dash for null."""
+    """Returns `value` for a reader: four significant digits or a whole number with commas, and a
+    dash for null.
+    """
     match value:
         case None:
             return "–"
@@ -194,7 +196,7 @@ def _cell(value: object) -> str:
         case int():
             return f"{value:,}"
         case float():
-            return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+            return f"{value:,.0f}" if 1000 <= abs(value) < 1e12 else f"{value:.4g}"
     return str(value).replace("|", "\\|")
 
 

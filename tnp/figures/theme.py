@@ -115,9 +115,9 @@ def apart_from_8_bits(rows: Sequence[Row]) -> str:
 
 
 def in_8_bits(rows: Sequence[Row]) -> list[str]:
-    """Returns a sentence below figures with steps in 8 bits, in a list, or [] without any.
+    """Returns lines below figures with steps in 8 bits, or [] without any.
 
-    The rows' `products_in` says how they train. Where it differs, each text names its variants.
+    The rows' `products_in` says how they train. Where it differs, each line names its variants.
     """
     narrow = [row for row in rows if row["precision"]]
     several = len({row["device"] for row in narrow}) > 1
@@ -127,7 +127,7 @@ def in_8_bits(rows: Sequence[Row]) -> list[str]:
         said.setdefault(f"in {row['products_in']}", set()).add(name)
     if len(said) > 1:
         said = {f"{text} ({listed(sorted(names))})": names for text, names in said.items()}
-    return [f"{sentence('; '.join(said))}."] if said else []
+    return [f"{sentence(text)}." for text in said]
 
 
 def verdict(ratio: float, decided: str | None) -> str:
