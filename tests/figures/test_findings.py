@@ -293,21 +293,28 @@ def test_training_says_of_seeds_what_their_rows_say(drawn: Drawn) -> None:
     of_seed = sample.training_rows(0.3, -1.5, run="seeds_small_0")
     for row in of_seed["training_curves"]:
         row["recipe"] = "{}"
-    ended = sample.seed_rows("not known", last_in_16_bits=200)
+    ended = sample.seed_rows("not known", last_in_16_bits=200, difference_8_bits=None)
     null = sample.seed_rows("not known", variant="fused_centred", difference_8_bits=None)
     chart = drawn("training", runs, of_seed, sample.seed_rows(equal), control, ended, null)
-    assert title(chart).startswith(
-        f"Ours beside our deterministic attention: {equal}; run gp_small"
+    tasks = "images 64 × (64, 500)"
+    assert title(chart) == (
+        f"Ours beside our deterministic attention: {equal} on {tasks}, not known on {tasks} (the "
+        "last 200 steps in 16 bits)"
     )
     said = unwrapped(chart)
-    assert f"2,000 steps: ours: 5 of 5 seeds, {equal}" in said
-    assert "ours with centred keys: 5 of 5 seeds, not known" in said
-    assert "ours, the last 200 in 16 bits: 5 of 5 seeds, not known" in said
-    assert "ours in e5m2: 0 of 5 seeds, diverged" in said and "seeds_small_0" not in said
+    assert "Run gp_small learns from its context" in said and "seeds_small_0" not in said
+    drawn_rows = str(chart.to_dict()["datasets"])
+    for line in (
+        f"ours: 5 of 5 seeds, {equal}",
+        "ours with centred keys: 5 of 5 seeds, not known",
+        "ours, the last 200 in 16 bits: 5 of 5 seeds, not known",
+        "ours in e5m2: 0 of 5 seeds, diverged",
+    ):
+        assert f"{tasks}, 2,000 steps:\\n{line}" in drawn_rows
 
     other = sample.seed_rows("not known", source="gaussian_process")
     found = title(drawn("training", runs, sample.seed_rows(equal), other))
-    assert f"not known on gaussian process 64 × (64, 500), {equal} on images 64" in found
+    assert f"not known on gaussian process 64 × (64, 500), {equal} on {tasks}" in found
 
 
 def test_ablation_names_what_our_step_needs_most(drawn: Drawn) -> None:

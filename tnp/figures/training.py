@@ -47,11 +47,11 @@ PAIRS = "from training_equivalence where device = $device order by run"
 COMPARED_SEEDS = """
     select
         *,
-        concat(replace(source, '_', ' '), ' ', batch, ' × (', n_context, ', ', n_target, ')')
+        format('{} {} × ({:,}, {:,})', replace(source, '_', ' '), batch, n_context, n_target)
             as tasks
     from training_seeds
     where n_seeds > 1 and device = $device
-    order by source, batch desc, steps desc, products, last_in_16_bits, variant
+    order by products != '', source, batch desc, steps desc, products, last_in_16_bits, variant
 """
 
 PAIRED_LOSSES = """
@@ -96,17 +96,17 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
         panels = [_panel(of_run, layout) for of_run in runs]
         if panels:
             blocks.append(layout.block(panels, f"{EVALUATED}, on {device['name']}", when, COLUMNS))
+    said = theme.sentence(finding(rows, devices, compared)) if rows else ""
+    of_seeds = theme.sentence(_of_seeds(next(filter(None, seeds.values()), [])))
     subtitle = [
+        *([f"{said}."] if said and of_seeds else []),
         "Log-likelihood: mean over target values of held-out tasks, in nats; higher is better. "
         "Shuffled: the same tasks with the context's y permuted, which must be worse if the model "
         "uses its context. That line is cut off far below the others.",
         "Band: 95% interval over held-out tasks. One seed each, where no seeds are compared.",
     ]
     page = theme.stacked(blocks).resolve_scale(color="independent", strokeDash="independent")
-    said = finding(rows, devices, compared) if rows else ""
-    first = next(filter(None, seeds.values()), [])
-    title = theme.sentence("; ".join(filter(None, [_of_seeds(first), said])))
-    return theme.page(page, title, subtitle, layout)
+    return theme.page(page, of_seeds or said, subtitle, layout)
 
 
 def finding(rows: list[Row], devices: dict[str, Row], pairs: list[Row]) -> str:
@@ -136,18 +136,14 @@ def _of_seeds(rows: list[Row]) -> str:
     """Says how steps in 8 bits train beside their baselines, in the words of the view."""
     said = []
     for of_pair in data.grouped(
-        (
-            row
-            for row in rows
-            if row["difference_8_bits"] is not None and not row["last_in_16_bits"]
-        ),
+        (row for row in rows if row["difference_8_bits"] is not None or row["last_in_16_bits"]),
         "variant",
         "baseline_variant",
     ):
         verdicts = data.grouped(of_pair, "verdict")
         where = [
             own[0]["verdict"]
-            + (f" on {theme.listed([row['tasks'] for row in own])}" if len(verdicts) > 1 else "")
+            + (f" on {theme.listed(list(map(_where, own)))}" if len(verdicts) > 1 else "")
             for own in verdicts
         ]
         pair = of_pair[0]
@@ -155,46 +151,52 @@ def _of_seeds(rows: list[Row]) -> str:
     return "; ".join(said)
 
 
+def _where(row: Row) -> str:
+    last = row["last_in_16_bits"]
+    return row["tasks"] + (f" (the last {last:,} steps in 16 bits)" if last else "")
+
+
 def _seeds_panel(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
     """Draws each mean difference with its 90 % interval, and grey what counts as equivalent."""
-    shown = [
-        row | {"name": _name_of_seeds(row), "lines": _name_of_seeds(row, ":\n")}
-        for row in rows
-        if row["n_pairs"] > 1
-    ]
-    names = alt.Y("name:N", axis=None, sort=[row["name"] for row in shown])
-    band = data.drawing([{"low": -rows[0]["margin"], "high": rows[0]["margin"]}])
-    marks = data.drawing(shown or [rows[0] | dict.fromkeys(("name", "lines"), "no pair of runs")])
-    title = "difference, nats per target value"
-    tooltip = ["name:N", "verdict:N", alt.Tooltip("mean_difference:Q", format=".4f")]
+    margin = rows[0]["margin"]
+    shown = [row | {"lines": _lines_of_seeds(row)} for row in rows]
+    names = alt.Y("lines:N", axis=None, sort=[row["lines"] for row in shown])
+    band, marks = data.drawing([{"low": -margin, "high": margin}]), data.drawing(shown)
+    x = {
+        "scale": alt.Scale(type="symlog", constant=margin),
+        "axis": alt.Axis(values=[-10, -1, -0.1, -0.01, 0, 0.01, 0.1, 1, 10], format="~g"),
+        "title": "difference, nats per target value",
+    }
+    tooltip = ["lines:N", alt.Tooltip("mean_difference:Q", format=".4f")]
     drawn = alt.layer(
-        band.mark_rect(color=theme.RULE).encode(x="low:Q", x2="high:Q"),
+        band.mark_rect(color=theme.RULE).encode(x=alt.X("low:Q", **x), x2="high:Q"),
         marks.mark_rule(strokeWidth=2.5, color=LINES[0]).encode(
-            x=alt.X("difference_low:Q", title=title), x2="difference_high:Q", y=names
+            x=alt.X("difference_low:Q", **x), x2="difference_high:Q", y=names
         ),
         marks.mark_point(filled=True, size=70, color=LINES[0]).encode(
-            x="mean_difference:Q", y=names, tooltip=tooltip
+            x=alt.X("mean_difference:Q", **x), y=names, tooltip=tooltip
         ),
         marks.mark_text(align="left", dy=-24, lineBreak="\n", color=theme.INK).encode(
             x=alt.value(4), y=names, text="lines:N"
         ),
     )
-    said = [
-        f"{_name_of_seeds(row)}: {row['n_pairs']} of {row['n_seeds']} seeds, {row['verdict']}"
-        for row in rows
-    ]
     return drawn.properties(
         width=layout.plot_width(2 * PANEL_WIDTH),
-        height=56 * max(1, len(shown)),
-        title=layout.title("Mean and 90% interval; grey: equivalent", said, 110),
+        height=56 * len(shown),
+        title=layout.title(
+            "Mean and 90% interval; grey: equivalent",
+            [f"The axis is logarithmic beyond ±{margin}."],
+        ),
     )
 
 
-def _name_of_seeds(row: Row, between: str = ": ") -> str:
+def _lines_of_seeds(row: Row) -> str:
+    """Returns two lines: the tasks, and what was trained, with its verdict."""
     how = f" in {row['products']}" if row["products"] else ""
     if row["last_in_16_bits"]:
         how += f", the last {row['last_in_16_bits']:,} in 16 bits"
-    return f"{row['tasks']}, {row['steps']:,} steps{between}{row['variant']}{how}"
+    said = f"{row['n_pairs']} of {row['n_seeds']} seeds, {row['verdict']}"
+    return f"{row['tasks']}, {row['steps']:,} steps:\n{row['variant']}{how}: {said}"
 
 
 def _alike(pair: Row) -> str:
