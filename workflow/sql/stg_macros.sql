@@ -20,9 +20,9 @@ create or replace macro op_now(op, problem) as case
     else op
 end;
 
--- Macro: whether a gate must have run this part of the code that was timed: a kernel, or a definition
--- or whole module of the operators or the model. Early rows name the modules before they moved into
--- packages.
+-- Macro: whether a gate must have run this part of the code that was timed: a kernel, or a
+-- definition or whole module of the operators or the model. Early rows name the modules before they
+-- moved into packages.
 --
 -- What chooses and describes what ran is left out, because the chosen kernels are compared in its
 -- place. So are PyTorch's forms. No gate covers them alone, though `auto` may choose them.
