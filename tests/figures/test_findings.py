@@ -298,8 +298,8 @@ def test_training_says_of_seeds_what_their_rows_say(drawn: Drawn) -> None:
     chart = drawn("training", runs, of_seed, sample.seed_rows(equal), control, ended, null)
     tasks = "images 64 × (64, 500)"
     assert title(chart) == (
-        f"Ours beside our deterministic attention: {equal} on {tasks}, not known on {tasks} (the "
-        "last 200 steps in 16 bits)"
+        "Ours beside our deterministic attention: less accurate a step, shown to be equal in "
+        "training in 1 of 2 comparisons"
     )
     said = unwrapped(chart)
     assert "Run gp_small learns from its context" in said and "seeds_small_0" not in said
@@ -311,10 +311,6 @@ def test_training_says_of_seeds_what_their_rows_say(drawn: Drawn) -> None:
         "ours in e5m2: 0 of 5 seeds, diverged",
     ):
         assert f"{tasks}, 2,000 steps:\\n{line}" in drawn_rows
-
-    other = sample.seed_rows("not known", source="gaussian_process")
-    found = title(drawn("training", runs, sample.seed_rows(equal), other))
-    assert f"not known on gaussian process 64 × (64, 500), {equal} on {tasks}" in found
 
 
 def test_ablation_names_what_our_step_needs_most(drawn: Drawn) -> None:

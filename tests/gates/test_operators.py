@@ -374,6 +374,19 @@ def test_an_emulated_format_is_judged_apart_from_its_kernel(of_swiglu):
     assert red(of_swiglu(implementation=replace(own, budget=None), name="narrow"))
 
 
+@pytest.mark.parametrize("name, dtype", [("reference", "float32"), ("e4m3", "bfloat16")])
+def test_a_gradient_that_must_be_zero_is_judged(name, dtype):
+    """With one key, all queries have its value: dq and dk are zeros."""
+    operator = registry.catalog().operator("attention")
+    found = next(one for one in operator.implementations if one.name == name)
+    setting = Setting.of(operator, found, operator.case(dtype, 1, 1, 9, 1, 64), DEVICE)
+    for gradient in ("dq", "dk"):
+        zeros = torch.zeros_like(setting.own[gradient])
+        for value, is_red in ((zeros, False), (zeros + 1e-3, True)):
+            judged = list(setting.judged({gradient: value}))
+            assert all((ratio > bound) is is_red for _, ratio, bound in judged)
+
+
 def test_where_the_format_holds_the_inputs_a_kernel_may_round_as_its_dtype_does(of_swiglu):
     """The emulation then has no error, and the kernel's products are in another order."""
     budget = Budget(emulate=lambda case, inputs: {})

@@ -57,6 +57,15 @@ def test_an_operand_may_be_transposed():
         assert torch.equal(rounded(x.T, 1 - dim, torch.float8_e4m3fn, True), expected.T)
 
 
+def test_attention_is_not_rounded():
+    q, k, v = (normal(1, 2, n, 64) for n in (5, 6, 7))
+    k, v = k[:, :, :5], v[:, :, :5]
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    with emulated("e5m2"):
+        found = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    assert torch.equal(found, expected)
+
+
 def test_float32_no_format_and_what_is_left_out_are_not_rounded():
     x = normal(3, 3)
     with emulated("e5m2"):

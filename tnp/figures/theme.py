@@ -110,7 +110,7 @@ def evidence(counts: bool | None) -> str:
 
 
 def apart_from_8_bits(rows: Sequence[Row]) -> str:
-    """Returns what a sentence adds that leaves out steps in 8 bits, or "" if there are none."""
+    """Returns " in 16 bits" for a sentence about the other steps if some are in 8 bits, else ""."""
     return " in 16 bits" if any(row["precision"] for row in rows) else ""
 
 
@@ -131,7 +131,7 @@ def in_8_bits(rows: Sequence[Row]) -> list[str]:
 
 
 def verdict(ratio: float, decided: str | None) -> str:
-    """Returns words for a ratio of speeds and the verdict of view `contrasts`, or None."""
+    """Returns words for a ratio of speeds. `decided` is the verdict of view `contrasts`."""
     match decided:
         case "faster" | "slower":
             return f"{times(ratio)} as fast as"

@@ -1,10 +1,10 @@
-"""Checks phase 3: with centred keys, the gradient of queries is accurate on trained models.
+"""Checks that with centred keys the gradient of queries is accurate on trained models (phase 3).
 
 Keys of a trained model share a vector that is several times as long as their differences. The
 backward pass subtracts Σ_d do·o from the gradient of each score, with a rounded o. So rows of that
 gradient do not quite sum to zero, and the remainder multiplies the shared vector. In 16 bits, dq of
-every implementation is then wrong by several per cent. Keys without that vector have the same
-softmax and the same gradients in real numbers, and an accurate dq.
+every implementation that reads o is then wrong by several per cent. Keys without that vector have
+the same softmax and the same gradients in real numbers, and an accurate dq.
 
 `captured.pt` holds one head of each of three layers, on a held-out task: 128 rows of q and of the
 gradient of o, and 512 rows of k and v (64 at small). The models are the specification's, trained by
@@ -27,8 +27,9 @@ from tnp.ops.attention.torch_forms import LN_2, reference
 from tnp.ops.projection import project_qkv
 
 CAPTURED = Path(__file__).with_name("captured.pt")
-BOUND = 0.005  # bfloat16 resolves 0.004
-BOUND_OF_8_BITS = 0.03  # emulated in float64, a forward pass in e4m3 gives 0.025 at small
+BOUND = 0.005  # bfloat16 rounds by up to 0.004
+# Of a forward pass in e4m3 with few keys, whose roundings do not average out: one H200 had 0.013.
+BOUND_OF_8_BITS = 0.02
 SCALE = 0.125
 # Other arguments of the formula: every query sees every key.
 _WHOLE = {"n_keys": None, "cu_seqlens_q": None, "cu_seqlens_k": None, "scale": SCALE}
@@ -44,12 +45,12 @@ def checks(device: torch.device) -> Iterator[Check]:
         q_base2 = (q.float() * (SCALE / LN_2)).to(q.dtype)
         base2 = partial(reference, **_WHOLE, base2=True)
         exact_base2 = _dq(base2, q_base2.double(), k.double().sum(1), v.double(), do.double())
-        # If one tile has all keys, our kernels do not use the rounded o. PyTorch's do.
+        # If one tile has all keys, our kernels do not read o. PyTorch's do, and are not checked.
         many = len(k) > MAX_KEYS
         for name in models.implementations(device):
             if not many and name not in _OWN:
                 continue
-            bound = BOUND_OF_8_BITS if name in _IN_8_BITS else BOUND
+            bound = BOUND_OF_8_BITS if name in _IN_8_BITS and not many else BOUND
             plain = partial(attention, scale=SCALE, implementation=name)
             base2 = partial(attention, base2=True, implementation=name)
             for projection, run, queries, expected in (

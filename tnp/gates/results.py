@@ -14,6 +14,7 @@ from tnp.dispatch.devices import Target
 from tnp.dispatch.spec import Budget, Call, Case, Implementation, Operator, Problem
 from tnp.gates.checks import Check, distance, error_ratio, expected_error
 from tnp.ops._shared.random_values import Random, Upstream
+from tnp.ops._shared.rounding_error import LEAST_NORM
 
 Inputs = dict[str, torch.Tensor | None]  # inputs by name, in the operator's order
 Results = dict[str, torch.Tensor | None]  # outputs by name, and "d" + input; None: not given
@@ -66,9 +67,9 @@ class Setting:
     floors: float | Mapping[str, float]  # relative errors that no rounding can undercut
     plain: Callable  # PyTorch's form in the case's dtype
     own: Results  # results of `plain`
-    exact: Results  # float64 results, from inputs rounded to the implementation's format
+    exact: Results  # float64 results; only the inputs are rounded to the implementation's format
     originals: Results | None  # float64 results from the inputs, if rounding changes them
-    rounded: Results  # float64 results, with a narrower format's roundings on the way
+    rounded: Results  # float64 results; values on the way are rounded to a narrower format too
 
     @classmethod
     def of(
@@ -136,10 +137,10 @@ class Setting:
     def judged(self, got: Results) -> Iterator[tuple[str, float, float]]:
         """Yields name, error ratio and bound of each result, and of emulated ones twice.
 
-        Emulated results are also compared with float64 results of the original inputs. They may be
-        as far off as the emulation times its bound, or as their dtype allows: the emulation may be
-        exact, as that of a single key is. A result that is missing, of another shape than
-        PyTorch's, or of a narrower dtype has an infinite error.
+        Emulated results are also compared with float64 results of the original inputs. Their bound
+        is `Budget.emulated` times the emulation's error or, if that is larger, what their dtype
+        allows: rounding may cause no error, for example with one key. A missing result counts as
+        zeros. One of another shape than PyTorch's, or of a narrower dtype, has an infinite error.
         """
         for name, value in got.items():
             is_gradient = name not in self.operator.outputs
@@ -176,11 +177,9 @@ class Setting:
         return error_ratio(value, own, exact, floor)
 
     def _floor(self, name: str) -> float:
-        """Returns the error that no rounding can undercut. It is infinite if the result is zero: a
-        relative error has no meaning then.
-        """
+        """Returns the error that no rounding can undercut."""
         floor = self.floors.get(name, 0.0) if isinstance(self.floors, Mapping) else self.floors
-        return floor if math.isinf(floor) else floor * self.exact[name].norm().item()
+        return floor * max(self.exact[name].norm().item(), LEAST_NORM)
 
 
 def in_float64(inputs: Inputs) -> Inputs:

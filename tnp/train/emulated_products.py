@@ -1,9 +1,9 @@
 """Rounds the operands of PyTorch's products to 8 bits: controls of training in 8 bits.
 
 A control trains with PyTorch's own operators. Inside `emulated`, each product of 16-bit matrices
-takes rounded operands, forward and backward. Attention stays in 16 bits, as in variant `fp8`. With
-a scale, a power of two for each block of 128 rows brings the block's largest value into the
-format's range. Operators of ours are not emulated.
+takes rounded operands, forward and backward. Attention stays in 16 bits, as in variant `fp8`;
+projections are rounded, unlike there. With a scale, a power of two for each block of 128 rows
+brings the block's largest value into the format's range. Operators of ours are not emulated.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ PRODUCTS = {"aten::mm": {0: 0, 1: 1}, "aten::addmm": {1: 0, 2: 1}, "aten::bmm": 
 def emulated(name: str) -> Iterator[Callable[[Callable], Callable]]:
     """Emulates the format `name` of `FORMATS`; "" emulates nothing.
 
-    It yields a decorator of functions whose products are not rounded.
+    It yields a decorator that switches rounding off in a function, for predictions in 16 bits.
     """
     if not name:
         yield lambda function: function
@@ -66,7 +66,8 @@ class _Rounding(TorchDispatchMode):
 def rounded(x: torch.Tensor, dim: int, format_: torch.dtype, scaled: bool) -> torch.Tensor:
     """Returns x rounded to an 8-bit format, with a scale for each block of rows of `dim` or none.
 
-    Values beyond the format's range become its largest, and NaN stays NaN.
+    Without a scale, values beyond the format's range become its largest. With a scale, a NaN or an
+    infinity makes its whole block NaN.
     """
     most = torch.finfo(format_).max
     moved = x.movedim(dim, 0).float()

@@ -12,8 +12,8 @@
 -- together on one GPU. The times are medians of all runs, so dividing them may give a slightly
 -- different ratio.
 --
--- Rows in 8 bits (e4m3) have a line of their own where they are faster than ours in 16 bits. They
--- are compared with PyTorch's best in 16 bits or, if it is faster, in 8 bits by package torchao.
+-- Rows in 8 bits (e4m3) have a line of their own. They are compared with PyTorch's best in 16 bits
+-- or, if it is faster, in 8 bits by package torchao.
 with gpus as (
     select
         device,
@@ -45,8 +45,5 @@ from speedup
 left join gpus using (device)
 -- Steps whose sizes vary have a table of their own. The largest GPU comes first, as in figures.
 where leads and valid and not varies
-qualify
-    precision = ''
-    or step_ms < min(step_ms) filter (where precision = '') over (partition by device, shape)
 order by
     memory_bytes desc, device asc, precision asc, n_context asc, n_target asc, batch desc;

@@ -1,11 +1,11 @@
 -- Grain: device × run × config_id × pass: every measurement of a step, a prediction or an operator,
 -- with the evidence behind it. All views of times filter this table.
 --
--- A row is `gated` where each gate that it waited for has passed, one of the deciding runs launched
--- each of its kernels in the same form, and one names each definition that it ran. A row is not
--- gated where a deciding run is red. An operator's output must also have been checked after timing;
--- this check alone gates PyTorch's own forms, which wait for no gate. Null means that evidence is
--- missing.
+-- The deciding run of a gate is its newest on the same code (`gate_evidence`). A row is `gated`
+-- where each deciding run has passed, and together they launched each of its kernels in the same
+-- form and name each definition that it ran (`needs_a_gate`). A row is not gated where a deciding
+-- run is red. An operator's output must also have been checked after timing. This check alone gates
+-- a peer or a baseline that waits for no gate. Null means that evidence is missing.
 --
 -- A row is `valid` where it is gated and precise enough, it ended well and the GPU was not too hot.
 -- `why_not` says in one sentence why a row is not. `is_used` marks the rows of a code version that

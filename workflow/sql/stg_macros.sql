@@ -20,30 +20,24 @@ create or replace macro op_now(op, problem) as case
     else op
 end;
 
--- Macro: whether a gate must have run this part of the code that was timed: a kernel, or a
--- definition or whole module of the operators or the model. Early rows name the modules before they
--- moved into packages.
+-- Macro: true if a gate must have run this part of the timed code: a kernel, or a definition or
+-- whole module of the operators or the model. Early rows name the modules before they moved into
+-- packages.
 --
--- What chooses and describes what ran is left out, because the chosen kernels are compared in its
--- place. So are PyTorch's forms. No gate covers them alone, though `auto` may choose them.
+-- Code that only chooses or describes kernels is left out, because the chosen kernels are compared.
+-- PyTorch's forms are left out, because `auto` may choose them and no gate covers them alone.
 create or replace macro needs_a_gate(part, name) as
 part = 'kernel'
 or (
     part in ('definition', 'module')
-    and (
-        regexp_matches(
-            name,
-            '^(tnp_lab|tnp\.(ops|cuda_graphs|train\.(step|step_graphs)'
-            || '|model\.(buffer_rows|causal_buffer|layers|network|packing|prediction'
-            || '|prediction_graphs|sample_graph|sampling|transformer_np)))(\.|:|$)'
-        )
-        or regexp_matches(
-            name,
-            '^tnp\.(buffer|captures|decode_graphs|drawing|joint|layers|model|packing'
-            || '|prediction|step|step_graphs)(:|$)'
-        )
+    and regexp_matches(
+        name,
+        '^(tnp_lab|tnp\.(ops|cuda_graphs|train\.(step|step_graphs)|model'
+        || '|buffer|captures|decode_graphs|drawing|joint|layers|packing|prediction|step'
+        || '|step_graphs))(\.|:|$)'
     )
     and not regexp_matches(
-        name, '^tnp\.ops\.((auto|registry)(:|$)|\w+\.torch_forms:)|:describe_launch$'
+        name,
+        '^tnp\.(ops\.((auto|registry)(:|$)|\w+\.torch_forms:)|model\.variants:)|:describe_launch$'
     )
 );

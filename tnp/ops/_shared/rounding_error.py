@@ -14,6 +14,9 @@ ROUNDING = 2.0**-48 / 3
 # An exponential or a logarithm on a GPU is accurate to two units in the last place, which are 4 u.
 EXPONENTIAL = 16 * ROUNDING
 
+# The norm that stands for a result of zeros, which has no relative error.
+LEAST_NORM = 1e-30
+
 Floors = dict[str, float]  # each result's floor
 
 

@@ -311,7 +311,5 @@ def lost(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> 
             results = (o, lse, *torch.autograd.grad(o, head, do[of_queries].double()))
             for name, x in zip(squares, results, strict=True):
                 squares[name] += x.detach().square().sum().item()
-    return {
-        name: floors[name] / square**0.5 if square else float("inf")
-        for name, square in squares.items()
-    }
+    least = rounding_error.LEAST_NORM  # dq and dk of a single key are zeros
+    return {name: floors[name] / max(square**0.5, least) for name, square in squares.items()}

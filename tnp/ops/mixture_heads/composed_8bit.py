@@ -6,12 +6,12 @@
 
 x and dz have a scale for each 128 rows (`tnp.ops._shared.blocks_8bit`), up one for each row of the
 operand (`tnp.ops._shared.rows_8bit`). The sums with down, over three outputs or over rows, are
-float32 multiply-adds. dz leaves its kernel in 8 bits alone: as rows for dx, which is PyTorch's own
-product, and as panels for dup. Its units are known beforehand, from the norms of dout and of down.
+float32 multiply-adds. The kernel writes dz only in 8 bits: as rows for dx, which is PyTorch's own
+product, and as panels for dup. Norms of dout and of down bound its scale beforehand.
 
 Up to `SAVED_ROWS` rows the forward pass saves z and upᵀ in 8 bits, and panels of x. With more rows
-it saves nothing ("again"), and the backward pass computes them again. The backward pass takes rows
-in chunks.
+it saves nothing ("again"), and the backward pass computes them again. The backward pass, and the
+forward pass that saves nothing, take rows in chunks.
 """
 
 from functools import partial
@@ -38,8 +38,8 @@ from tnp.ops.mixture_heads.eight_bit import Z_FACTOR
 from tnp.ops.mixture_heads.gradients import chunks, empty
 from tnp.ops.mixture_heads.triton_heads import empty as empty_again
 
-# A chunk has so many rows, whole blocks. Its dz, which is written twice, takes 461 MB at 10 heads
-# and F = 1408.
+# Rows of a chunk, a multiple of 128. Its dz, which is written twice, takes 461 MB at 10 heads and
+# F = 1408.
 CHUNK_ROWS = 16_384
 NAMES = ("x", "up", "down")
 
@@ -164,13 +164,13 @@ def prepare_backward(call: Call, config, inputs, *, kernels: Kernels, again: boo
         if again:
             x_rows, (up8, up8_t) = rows.matrix(x), weights.up(up)
         else:
-            up8_t = InRows(*saved[4:])  # behind what `_part` reads
+            up8_t = InRows(*saved[4:])  # upᵀ and its scales
         if dx_wanted:
             dx = x.new_empty(rows.n, d)
         for i, (start, n) in enumerate(parts):
             if again:
                 _, x8, z = layers[i](x_rows.narrow(0, start, n), up8, down)
-                z_scale = x8.bound
+                z_scale = x8.bound  # the scale of the product's rows
             else:
                 x8, z, z_scale = _part(saved, start, n)
             dz8, partials = of_dz[i](z, z_scale, dout.narrow(0, start, n), down)
@@ -191,7 +191,7 @@ def prepare_backward(call: Call, config, inputs, *, kernels: Kernels, again: boo
 
 
 def _part(saved: tuple[Tensor, ...], start: int, n: int) -> tuple[Blocks, Tensor, Tensor]:
-    """Returns x of a chunk in 8 bits, z, and the scale of its rows."""
+    """Returns x of a chunk in 8 bits, z, and the scale of z's rows."""
     panels, scale, z, z_scale, *_ = saved
     first, last = start // BLOCK, -(-(start + n) // BLOCK)
     scale = scale.narrow(0, start, n)
