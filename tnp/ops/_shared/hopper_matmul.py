@@ -152,9 +152,8 @@ def multiply(pipe, tile, WARPGROUP: gl.constexpr):
     """Returns the product of a tile, as its two halves [64, 128]."""
     turn = (tile - pipe.first) // 2
     mbarrier.wait(pipe.turn.index(WARPGROUP), (turn + WARPGROUP + 1) & 1)
-    SUMS: gl.constexpr = ACC_8BIT if pipe.x.dtype == gl.float8e4nv else ACC
-    upper = gl.zeros([ROWS, TILE], gl.float32, SUMS)
-    lower = gl.zeros([ROWS, TILE], gl.float32, SUMS)
+    upper = gl.zeros([ROWS, TILE], gl.float32, ACC)
+    lower = gl.zeros([ROWS, TILE], gl.float32, ACC)
     # Without `opaque` the addresses of all blocks would be kept for all tiles, and spill.
     nothing = opaque(0)
     for k in gl.static_range(pipe.K_BLOCKS):

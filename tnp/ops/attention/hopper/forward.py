@@ -527,14 +527,13 @@ def schedule(n_tiles: int, blocks: int, programs: int, may_split: bool) -> tuple
 
 @triton.jit(do_not_specialize=["n_q", "first_tile", "share", "blocks"])
 def _combine_kernel(
-    part_ptr, o_ptr, beside_ptr, stride_ob, stride_oh, stride_om, n_heads, n_q, first_tile, share,
+    part_ptr, o_ptr, lse_ptr, stride_ob, stride_oh, stride_om, n_heads, n_q, first_tile, share,
     blocks, TILE: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PART_WIDTH: tl.constexpr, CENTRED: tl.constexpr,
+    PART_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Writes rows of a split tile from its parts: Σ 2^(m − max m)·acc over Σ 2^(m − max m)·l.
 
-    CENTRED: `beside` holds a vector for each head, which is added to the rows. Otherwise the kernel
-    writes lse there.
+    It writes their lse too.
     """
     split = tl.program_id(0)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -560,12 +559,9 @@ def _combine_kernel(
     offs_m = (first_tile + split) % n_tiles * TILE + rows
     o_ptr = head_ptr(o_ptr, stride_ob, stride_oh, pid_bh, n_heads)
     o = acc * (1.0 / l_i)[:, None]
-    if CENTRED:
-        o += tl.load(beside_ptr + pid_bh * HEAD_DIM + offs_d)[None, :]
     store_rows(o_ptr, o, offs_m, n_q, stride_om, HEAD_DIM)
-    if not CENTRED:
-        lse_ptrs = beside_ptr + pid_bh.to(tl.int64) * n_q + offs_m
-        tl.store(lse_ptrs, m_i + tl.math.log2(l_i), mask=offs_m < n_q)
+    lse_ptrs = lse_ptr + pid_bh.to(tl.int64) * n_q + offs_m
+    tl.store(lse_ptrs, m_i + tl.math.log2(l_i), mask=offs_m < n_q)
 
 
 def configs(call: Call) -> tuple[ForwardConfig, ...]:
@@ -624,14 +620,11 @@ def heads_together(call: Call) -> int:
     return max(1, SECTION_BYTES // of_keys) * group
 
 
-def parts(
-    call: Call, config: ForwardConfig, of_o: Layout, centred: bool = False
-) -> tuple[Layout, Bound | None]:
+def parts(call: Call, config: ForwardConfig, of_o: Layout) -> tuple[Layout, Bound | None]:
     """Returns the workspace for the parts of split tiles, two a program, and the launch that adds
     them up, or None without a split.
 
-    Call the launch with (workspace, o, lse). It writes o and lse. If `centred`, pass a vector for
-    each head [B, H, D] in place of lse: it is added to o.
+    Call the launch with (workspace, o, lse). It writes o and lse.
     """
     p = call.problem
     tile_rows = config.consumers * ROWS.value
@@ -643,7 +636,7 @@ def parts(
         _combine_kernel, (n_split, tile_rows // COMBINE_ROWS),
         *of_o[1][:3], p["n_heads"], p["n_q"], n - n_split, share, blocks,
         TILE=tile_rows, BLOCK_M=COMBINE_ROWS, HEAD_DIM=p["head_dim"],
-        PART_WIDTH=part_width(p["head_dim"]), CENTRED=centred,
+        PART_WIDTH=part_width(p["head_dim"]),
     )  # fmt: skip
 
 
