@@ -289,7 +289,8 @@ def lost(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> 
     """Returns the relative error of each result that float32 may have (`gates.rounding`).
 
     If one key has all the weight, dq and dk are differences of equal terms, which no arithmetic in
-    float32 has right. The output gradient is random; any will do.
+    float32 has right. If they are zeros, the terms may have been rounded to the inputs' dtype. The
+    output gradient is random; any will do.
     """
     import torch
 
@@ -299,6 +300,7 @@ def lost(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> 
     do = torch.randn(q.shape, device=q.device, generator=generator)
     floors = rounding_error.attention(q, k, v, do, scale, seen)
     squares = dict.fromkeys(("o", "lse", "dq", "dk", "dv"), 0.0)
+    squares_of_terms = dict.fromkeys(squares, 0.0)
     group = q.shape[1] // k.shape[1]
     for b in range(q.shape[0]):
         of_sample = seen if seen is None or seen.dim() < 4 else seen[b : b + 1]
@@ -308,8 +310,20 @@ def lost(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> 
             rows = q[of_queries], k[of_keys], v[of_keys]
             head = [x.detach().double().requires_grad_() for x in rows]
             o, lse = attend(*head, of_sample, scale, lse=True)
-            results = (o, lse, *torch.autograd.grad(o, head, do[of_queries].double()))
-            for name, x in zip(squares, results, strict=True):
+            of_o = do[of_queries].double()
+            gradients = torch.autograd.grad(o, head, of_o, retain_graph=True)
+            for name, x in zip(squares, (o, lse, *gradients), strict=True):
                 squares[name] += x.detach().square().sum().item()
-    least = rounding_error.LEAST_NORM  # dq and dk of a single key are zeros
-    return {name: floors[name] / max(square**0.5, least) for name, square in squares.items()}
+            if not gradients[0].any():
+                # At a constant sum of weights nothing is subtracted, and terms do not cancel.
+                growth = (lse - lse.detach()).masked_fill(lse.isinf(), 0.0).exp()
+                terms = torch.autograd.grad(o * growth[..., None], head[:2], of_o)
+                for name, x in zip(("dq", "dk"), terms, strict=True):
+                    squares_of_terms[name] += x.square().sum().item()
+    least, rounding = rounding_error.LEAST_NORM, torch.finfo(q.dtype).eps / 4
+    return {
+        name: floors[name] / square**0.5
+        if square
+        else max(floors[name], rounding * squares_of_terms[name] ** 0.5) / least
+        for name, square in squares.items()
+    }
