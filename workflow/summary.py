@@ -1,6 +1,8 @@
 """Writes the last lines of a finished run."""
 
+import os
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,8 +13,9 @@ from workflow.attempts import ATTEMPTS, Attempts, attempt, tried_out
 
 DATABASE = "data/results.duckdb"
 QUERY = (
-    f'duckdb -readonly {DATABASE} "select device, shape, variant, checkpoint, cuda_graph, step_ms, '
-    'speedup_best, verdict_best from speedup order by all"'
+    f"{os.path.relpath(Path(sys.executable).with_name('duckdb'))} -readonly {DATABASE} "
+    '"select device, shape, variant, checkpoint, cuda_graph, step_ms, speedup_best, verdict_best '
+    'from speedup order by all"'
 )
 
 

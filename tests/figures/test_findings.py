@@ -298,8 +298,8 @@ def test_training_says_of_seeds_what_their_rows_say(drawn: Drawn) -> None:
     chart = drawn("training", runs, of_seed, sample.seed_rows(equal), control, ended, null)
     tasks = "images 64 × (64, 500)"
     assert title(chart) == (
-        "Ours beside our deterministic attention: less accurate a step, shown to be equal in "
-        "training in 1 of 2 comparisons"
+        "Ours beside our deterministic attention: less accurate a step, equal in training in "
+        "1 of 2 comparisons"
     )
     said = unwrapped(chart)
     assert "Run gp_small learns from its context" in said and "seeds_small_0" not in said

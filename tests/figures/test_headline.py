@@ -97,7 +97,7 @@ def test_the_step_of_ours_that_leads_is_drawn_and_spoken_of(build: Build) -> Non
 
 def test_headline_says_which_bars_have_no_interval(build: Build) -> None:
     tables = sample.merged(H200, sample.steps(sample.THREE))
-    apart = "Without: not timed beside plain PyTorch."
+    apart = "Bars without: not timed beside plain PyTorch."
     for row in tables["speedup"]:
         if row["role"] == "baseline":
             row |= {"speedup_low": None, "speedup_high": None}  # compared with itself

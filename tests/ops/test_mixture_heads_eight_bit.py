@@ -130,6 +130,6 @@ def test_refusals_name_the_size():
         return IN_8_BITS.refuses(Call(problem, devices.named(gpu), ())) or ""
 
     assert refuses() == ""
-    assert "is 5" in refuses(n_outputs=5)
+    assert "not 5" in refuses(n_outputs=5)
     assert "D is 40" in refuses(d_model=40)
     assert "8.9" in refuses("A100")

@@ -135,7 +135,7 @@ def _chart(
             "PyTorch's best: compiled, with every saving that PyTorch offers. Ours: our kernels.",
             *theme.in_8_bits([row for of_shape in shapes for row in of_shape]),
             "Whiskers: 95% interval; for ours, that against PyTorch's best."
-            + (" Without: not timed beside plain PyTorch." if apart else "")
+            + (" Bars without: not timed beside plain PyTorch." if apart else "")
             + (f" Hollow: {theme.WITHOUT_EVIDENCE}." if hollow else ""),
             *(f"Not drawn: {row['shape']}, since {row['why_no_speedup']}." for row in left_out),
         ],

@@ -17,7 +17,7 @@ PANEL_WIDTH, PANEL_HEIGHT = 480, 240  # px
 COLUMNS = 2  # panels abreast
 PAIRED = "Loss of runs on the same tasks from the same weights"
 EVALUATED = "Log-likelihood on held-out tasks"
-SEEDS = "Difference in held-out log-likelihood from the baseline, over pairs with equal seeds"
+SEEDS = "Held-out log-likelihood, its difference over pairs of runs with equal seeds"
 STUDIED = "Log-likelihood on held-out tasks, of runs that differ in one thing"
 LINES = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8c6d1f", "#2A9ACB"]  # a study's runs
 FLOOR = 3.0  # nats below the best that a study's panel shows
@@ -145,8 +145,8 @@ def _of_seeds(rows: list[Row]) -> str:
         n_equal = sum(bool(row["equivalent"] and row["calibrated"]) for row in of_pair)
         step = "less accurate a step, " if pair["less_accurate"] else ""
         said.append(
-            f"{pair['variant']} beside {pair['baseline_variant']}: {step}shown to be equal in "
-            f"training in {n_equal} of {len(of_pair)} comparisons"
+            f"{pair['variant']} beside {pair['baseline_variant']}: {step}equal in training "
+            f"in {n_equal} of {len(of_pair)} comparisons"
         )
     return "; ".join(said)
 
@@ -158,7 +158,7 @@ def _seeds_panel(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
     names = alt.Y("lines:N", axis=None, sort=[row["lines"] for row in shown])
     band, marks = data.drawing([{"low": -margin, "high": margin}]), data.drawing(shown)
     x = {
-        "scale": alt.Scale(type="symlog", constant=margin),
+        "scale": alt.Scale(type="symlog", constant=margin, padding=12),
         "axis": alt.Axis(values=[-10, -1, -0.1, -0.01, 0, 0.01, 0.1, 1, 10], format="~g"),
         "title": "difference, nats per target value",
     }

@@ -211,7 +211,7 @@ def _in_8_bits(call):
         return reason
     n_out, d_model = call.problem["n_outputs"], call.problem["d_model"]
     if n_out != N_OUTPUTS:
-        return f"O, which is 1 + 2·d_y, is {n_out}, and it takes {N_OUTPUTS} outputs a head"
+        return f"it takes d_y = 1: {N_OUTPUTS} outputs a head, not {n_out}"
     return width_in_8_bits(d_model)
 
 
