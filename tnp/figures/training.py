@@ -17,7 +17,7 @@ PANEL_WIDTH, PANEL_HEIGHT = 480, 240  # px
 COLUMNS = 2  # panels abreast
 PAIRED = "Loss of runs on the same tasks from the same weights"
 EVALUATED = "Log-likelihood on held-out tasks"
-SEEDS = "Held-out log-likelihood, its difference over pairs of runs with equal seeds"
+SEEDS = "Held-out log-likelihood of pairs of runs with equal seeds"
 STUDIED = "Log-likelihood on held-out tasks, of runs that differ in one thing"
 LINES = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8c6d1f", "#2A9ACB"]  # a study's runs
 FLOOR = 3.0  # nats below the best that a study's panel shows
@@ -160,7 +160,7 @@ def _seeds_panel(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
     x = {
         "scale": alt.Scale(type="symlog", constant=margin, padding=12),
         "axis": alt.Axis(values=[-10, -1, -0.1, -0.01, 0, 0.01, 0.1, 1, 10], format="~g"),
-        "title": "difference, nats per target value",
+        "title": "nats per target value",
     }
     tooltip = ["lines:N", alt.Tooltip("mean_difference:Q", format=".4f")]
     drawn = alt.layer(
@@ -175,11 +175,12 @@ def _seeds_panel(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
             x=alt.value(4), y=names, text="lines:N"
         ),
     )
+    baselines = theme.listed(sorted({row["baseline_variant"] for row in rows}))
     return drawn.properties(
         width=layout.plot_width(2 * PANEL_WIDTH),
         height=56 * len(shown),
         title=layout.title(
-            "Mean and 90% interval; grey: equivalent",
+            f"Mean difference from {baselines}, and its 90% interval; grey: equivalent",
             [f"The axis is logarithmic beyond ±{margin}."],
         ),
     )
