@@ -159,7 +159,9 @@ def _seeds_panel(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
     band, marks = data.drawing([{"low": -margin, "high": margin}]), data.drawing(shown)
     x = {
         "scale": alt.Scale(type="symlog", constant=margin, padding=12),
-        "axis": alt.Axis(values=[-10, -1, -0.1, -0.01, 0, 0.01, 0.1, 1, 10], format="~g"),
+        "axis": alt.Axis(
+            values=[-10, -1, -0.1, -0.01, 0, 0.01, 0.1, 1, 10], format="~g", labelOverlap="greedy"
+        ),
         "title": "nats per target value",
     }
     tooltip = ["lines:N", alt.Tooltip("mean_difference:Q", format=".4f")]
