@@ -160,7 +160,10 @@ def _seeds_panel(rows: list[Row], layout: Layout) -> alt.TopLevelMixin:
     x = {
         "scale": alt.Scale(type="symlog", constant=margin, padding=12),
         "axis": alt.Axis(
-            values=[-10, -1, -0.1, -0.01, 0, 0.01, 0.1, 1, 10], format="~g", labelOverlap="greedy"
+            values=[-10, -1, -0.1, -0.01, 0, 0.01, 0.1, 1, 10],
+            format="~g",
+            labelOverlap="greedy",
+            labelSeparation=8,
         ),
         "title": "nats per target value",
     }
