@@ -34,8 +34,8 @@ VIEWS = {
     " n_target integer, steps integer, variant text, products varchar, last_in_16_bits integer,"
     " baseline_variant text, n_seeds bigint, n_pairs bigint, difference_8_bits double,"
     " mean_difference double, difference_low double,"
-    " difference_high double, margin double, equivalent boolean, calibrated boolean,"
-    " less_accurate boolean, verdict text",
+    " difference_high double, margin double, less_accurate boolean, verdict text,"
+    " variant_verdict text",
     "training_differences": "device text, run text, variant text, step integer, difference double",
     "training_equivalence": "device text, run text, variant text, baseline_run text,"
     " baseline_variant text, first_step integer, last_step integer, mean_difference double,"

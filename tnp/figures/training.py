@@ -134,7 +134,7 @@ def finding(rows: list[Row], devices: dict[str, Row], pairs: list[Row]) -> str:
 
 
 def _of_seeds(rows: list[Row]) -> str:
-    """Says in how many comparisons steps in 8 bits train like their baselines."""
+    """Says how steps in 8 bits train beside their baselines, in the words of the view."""
     said = []
     for of_pair in data.grouped(
         (row for row in rows if row["difference_8_bits"] is not None or row["last_in_16_bits"]),
@@ -142,12 +142,9 @@ def _of_seeds(rows: list[Row]) -> str:
         "baseline_variant",
     ):
         pair = of_pair[0]
-        n_equal = sum(bool(row["equivalent"] and row["calibrated"]) for row in of_pair)
         step = "less accurate a step, " if pair["less_accurate"] else ""
-        said.append(
-            f"{pair['variant']} beside {pair['baseline_variant']}: {step}equal in training "
-            f"in {n_equal} of {len(of_pair)} comparisons"
-        )
+        found = pair["variant_verdict"] or "training not judged yet"
+        said.append(f"{pair['variant']} beside {pair['baseline_variant']}: {step}{found}")
     return "; ".join(said)
 
 

@@ -28,7 +28,7 @@ from tnp.ops.projection import project_qkv
 
 CAPTURED = Path(__file__).with_name("captured.pt")
 BOUND = 0.005  # bfloat16 rounds by up to 0.004
-# Of a forward pass in e4m3 with few keys, whose roundings do not average out: one H200 had 0.013.
+# With few keys the roundings of e4m3's forward pass do not average out: one H200 had 0.013.
 BOUND_OF_8_BITS = 0.02
 SCALE = 0.125
 # Other arguments of the formula: every query sees every key.

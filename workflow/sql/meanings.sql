@@ -390,6 +390,7 @@ from (
     ('training_seeds.margin', 'largest difference that still is equivalent'),
     ('training_seeds.mean_difference', 'mean held-out log-likelihood less the baseline''s'),
     ('training_seeds.n_pairs', 'seeds that both variants were trained with'),
+    ('training_seeds.variant_verdict', 'in how many comparisons the variant is equal in training'),
     ('training_seeds.verdict', 'whether the variant trains as its baseline does, in words'),
     ('triton', 'version of Triton'),
     ('tuned_on', 'the tuned table has an entry of this very shape'),

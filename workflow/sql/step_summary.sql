@@ -4,29 +4,16 @@
 -- View `summaries` says which runs these are. `mfu` is a share of the matmul ceiling. It and
 -- `tflops` are null where the first rows with `skip_unread` counted work that was left out.
 -- `varies` marks streams of tasks whose sizes vary, and failures at their shapes. `products_in`
--- says in words which number format products have. For 8 bits it adds in how many comparisons of
--- view `training_seeds` the variant is equal in training. Without any it adds the worst verdict.
+-- says in words which number format products have. For 8 bits it adds the `variant_verdict` of view
+-- `training_seeds`.
 create or replace view step_summary as
 with trained as (
-    select
+    select distinct
         device,
         variant,
-        count_if(equivalent and calibrated) as n_equal,
-        coalesce(
-            case when bool_or(n_diverged > 0 and equivalent is not null) then 'diverged' end,
-            case
-                when n_equal = count(*) then 'equal in training'
-                when n_equal > 0
-                    then format('equal in training in {} of {} comparisons', n_equal, count(*))
-            end,
-            arg_min(
-                verdict,
-                case verdict when 'not shown to be equal in training' then 0 else 1 end
-            ) filter (where not (equivalent and calibrated))
-        ) as trains
+        variant_verdict as trains
     from training_seeds
     where products = ''
-    group by device, variant
 )
 
 select

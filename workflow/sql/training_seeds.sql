@@ -9,6 +9,8 @@
 -- run diverged or stopped early. Weights trained in 8 bits predict in 16. `difference_8_bits` is
 -- `mean_difference` if they predict in 8. It is null for variants in 16 bits, and where a pair
 -- lacks it. `less_accurate`: gate `batch_noise` fails for an operator of the variant.
+-- `variant_verdict` counts the comparisons in which the variant is equal in training. Without any
+-- it is the worst verdict, and null if nothing is judged.
 create or replace view training_seeds as
 with ends as (
     select
@@ -146,16 +148,38 @@ judged as (
                 and means.operators ->> family = implementation
         ) as less_accurate
     from means
+),
+
+worded as (
+    select
+        * exclude (is_judged),
+        case
+            when not is_judged then 'not known'
+            when n_diverged > 0 then 'diverged'
+            when not equivalent then 'not shown to be equal in training'
+            when not calibrated then 'not shown to be as well calibrated'
+            when less_accurate then 'less accurate a step, equal in training'
+            else 'equal in training'
+        end as verdict,
+        coalesce(equivalent and calibrated, false) as is_equal
+    from judged
 )
 
 select
-    * exclude (is_judged),
-    case
-        when not is_judged then 'not known'
-        when n_diverged > 0 then 'diverged'
-        when not equivalent then 'not shown to be equal in training'
-        when not calibrated then 'not shown to be as well calibrated'
-        when less_accurate then 'less accurate a step, equal in training'
-        else 'equal in training'
-    end as verdict
-from judged;
+    * exclude (is_equal),
+    coalesce(
+        case when bool_or(verdict = 'diverged') over of_variant then 'diverged' end,
+        case
+            when bool_and(is_equal) over of_variant then 'equal in training'
+            when bool_or(is_equal) over of_variant
+                then
+                    format(
+                        'equal in training in {} of {} comparisons',
+                        count_if(is_equal) over of_variant,
+                        count(*) over of_variant
+                    )
+        end,
+        max(verdict) filter (where starts_with(verdict, 'not shown')) over of_variant
+    ) as variant_verdict
+from worded
+window of_variant as (partition by device, variant, products);
