@@ -387,6 +387,19 @@ def test_a_gradient_that_must_be_zero_is_judged(name, dtype):
             assert all((ratio > bound) is is_red for _, ratio, bound in judged)
 
 
+def test_a_gradient_that_pytorch_leaves_out_must_be_zero():
+    """lse does not depend on v: in 8 bits neither has the emulation a dv to compare with."""
+    operator = registry.catalog().operator("attention")
+    found = next(one for one in operator.implementations if one.name == "e4m3")
+    case = operator.case("bfloat16", 1, 1, 9, 8, 64, lse=True)
+    setting = Setting.of(operator, found, case, DEVICE)
+    upstream = setting.upstream
+    of_lse = setting.with_upstream(lambda name, x: upstream(name, x) if name == "lse" else None)
+    zeros = torch.zeros_like(setting.own["dv"])
+    assert all(ratio <= bound for _, ratio, bound in of_lse.judged({"dv": zeros}))
+    assert any(ratio > bound for _, ratio, bound in of_lse.judged({"dv": zeros + 0.1}))
+
+
 def test_where_the_format_holds_the_inputs_a_kernel_may_round_as_its_dtype_does(of_swiglu):
     """The emulation then has no error, and the kernel's products are in another order."""
     budget = Budget(emulate=lambda case, inputs: {})

@@ -241,7 +241,9 @@ def _rates(
     points = sum(n * sum(size) for size, n in counted.items()) / n_tasks  # without padding
     statistics = summarize(measurement.samples_ms, "step_ms")
     median_s = statistics["step_ms_p50"] / 1e3
+    n_steps = len(measurement.samples_ms) * measurement.n_launches
     return statistics | {
+        "step_ms_wall": measurement.wall_s / n_steps * 1e3,
         "tokens_per_s": points / median_s,
         "flops": flops,
         "tflops": computed / median_s / 1e12,

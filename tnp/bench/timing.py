@@ -41,7 +41,8 @@ class Measurement:
     """Holds raw samples in milliseconds, in the order taken, and how they were taken.
 
     A sample is the mean of `n_launches`. It ended `ended_s` seconds after sampling began, at
-    `began` on the host's `time.perf_counter`.
+    `began` on the host's `time.perf_counter`. Sampling all contenders took `wall_s` on that clock,
+    from one wait for the device to another.
     """
 
     samples_ms: list[float]
@@ -50,6 +51,7 @@ class Measurement:
     n_warmup: int
     settled: bool
     began: float
+    wall_s: float
     measure_s: float
 
     def of_each(self, n: int) -> "Measurement":
@@ -171,7 +173,7 @@ def _measurements(
     launches_per_call: int,
 ) -> list[Measurement]:
     """Returns each contender's measurement from its marks. Warm-up began at `start`."""
-    measure_s = time.perf_counter() - start
+    ended = time.perf_counter()
     has_settled = settled(
         [sum(elapsed_ms(*span) for span in one) for one in zip(*taken, strict=True)]
     )
@@ -183,7 +185,8 @@ def _measurements(
             n_warmup=n_warmup,
             settled=has_settled,
             began=began,
-            measure_s=measure_s,
+            wall_s=ended - began,
+            measure_s=ended - start,
         )
         for spans in taken
     ]

@@ -146,7 +146,8 @@ class Setting:
             is_gradient = name not in self.operator.outputs
             bound = self.budget.gradients if is_gradient else self.budget.outputs
             yield name, self._ratio(name, value), bound
-            if self.originals is not None and value is not None:
+            depends = value is not None and self.exact[name] is not None
+            if self.originals is not None and depends:
                 ratio = self._ratio_of_originals(name, value, bound)
                 yield f"{name} of the originals", ratio, self.budget.emulated
 

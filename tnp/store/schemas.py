@@ -225,6 +225,9 @@ TABLES: dict[str, pa.Schema] = {
             ("varies", pa.bool_()),  # a stream of tasks whose sizes vary; sizes are its means
             ("padded_share", pa.float64()),  # padding's share of rows outside attention
             ("precision", pa.string()),  # a narrower number format of products, "e4m3"; else ""
+            # Wall time of a step: sampling on the host's clock, between two waits for the device,
+            # over its steps. Null in early rows.
+            ("step_ms_wall", pa.float64()),
         ],
         "ops": [
             *OP_KEY,

@@ -361,6 +361,10 @@ from (
     ('step_ms', 'median ms of a step'),
     ('step_ms_high', 'the longest run''s ms'),
     ('step_ms_low', 'the shortest run''s ms'),
+    (
+        'step_ms_wall',
+        'ms of a step on the host''s clock, between two waits for the device; a mean over sampling'
+    ),
     ('steps', 'training steps of a run'),
     ('studies', 'studies in config.yaml that measured it'),
     ('study', 'study in config.yaml'),

@@ -29,6 +29,7 @@ select
     time_ms as step_ms,
     time_ms_low as step_ms_low,
     time_ms_high as step_ms_high,
+    step_ms_wall,
     work / time_ms as tflops,
     tflops / ceiling_tflops as mfu
 from summaries

@@ -55,7 +55,8 @@ select
     min(median_ms) filter (where is_used) as time_ms_low,
     max(median_ms) filter (where is_used) as time_ms_high,
     median(columns([
-        'time_ms_p95', 'time_ms_p99', 'plan_ms', 'tokens_per_s', 'energy_j', 'padded_share'
+        'time_ms_p95', 'time_ms_p99', 'plan_ms', 'tokens_per_s', 'energy_j', 'padded_share',
+        'step_ms_wall'
     ])) filter (where is_used),
     min(n_samples) filter (where is_used) as n_samples,
     max(peak_memory_bytes) filter (where was_timed) as peak_memory_bytes,
