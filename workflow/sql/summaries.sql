@@ -3,7 +3,8 @@
 --
 -- Medians are over the rows that `is_used` marks in `measurements`; `valid` and `why_not` say which
 -- these are. `status` and `reason` are a failure's where nothing was timed, and `n_failed` counts
--- the other failures. `_low` and `_high` are the shortest and the longest run.
+-- the other failures. `_low` and `_high` are the shortest and the longest run. Peak memory is of the
+-- newest run: host code changes it too, and is no part of a captured step's code version.
 create or replace view summaries as
 with runs as (
     select
@@ -59,7 +60,7 @@ select
         'step_ms_wall'
     ])) filter (where is_used),
     min(n_samples) filter (where is_used) as n_samples,
-    max(peak_memory_bytes) filter (where was_timed) as peak_memory_bytes,
+    arg_max(peak_memory_bytes, recorded_at) filter (where was_timed) as peak_memory_bytes,
     arg_max(work, recorded_at) filter (where is_used) as work,
     bool_or(throttled) filter (where is_used) as throttled,
     arg_max(columns(['environment_id', 'operators', 'gates']), recorded_at)
