@@ -7,9 +7,28 @@ import torch
 
 from tnp.dispatch.registry import catalog
 from tnp.experiment.gpu_memory import Busy
-from tnp.gates import GATES, blocked, gates_for, generic_gates, run_gate
+from tnp.gates import GATES, blocked, gates_for, generic_gate, generic_gates, run_gate
 from tnp.gates import gate as gate_named
 from tnp.gates.checks import Check, error_ratio, max_abs_error, relative_error
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "phase"),
+    [
+        ("attention", "fa3", 2),
+        ("attention", "separate", 3),
+        ("attention", "portable", 3),
+        ("attention", "fused", 4),
+        ("attention", "e4m3", 5),
+        ("mlp", "single", 6),
+        ("mlp", "e4m3", 5),
+        ("mixture_heads", "fused", 7),
+        ("mixture_nll", "fused", 8),
+        ("swiglu", "triton", None),
+    ],
+)
+def test_the_gate_of_an_implementation_has_the_phase_that_asks_for_it(op, name, phase):
+    assert gate_named(generic_gate(op, name)).phase == phase
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

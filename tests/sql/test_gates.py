@@ -38,6 +38,30 @@ def test_gate_status_counts_and_names_the_worst_check(store: Callable[..., Query
     assert rows["cuda_graphs"]["worst_value_over_bound"] == pytest.approx(1.1)
 
 
+def test_an_implementations_gate_has_the_phase_that_holds_today(
+    store: Callable[..., Query],
+) -> None:
+    def recorded(op: str, name: str) -> Tables:
+        of = {"op": op, "implementation": name, "phase": 2}  # as earlier runs recorded it
+        return check(f"op--{op}--{name}", "near", 0.5, 1.0, passed=True, **of)
+
+    query = store(
+        recorded("attention", "fused"),
+        recorded("mlp", "fused"),
+        recorded("mlp", "e4m3"),
+        recorded("rope", "triton"),
+        check("cuda_graphs", "near", 0.5, 1.0, passed=True, phase=10),
+    )
+    found = {row["gate"]: row["phase"] for row in query("select gate, phase from gate_status")}
+    assert found == {
+        "op--attention--fused": 4,
+        "op--mlp--fused": 6,
+        "op--mlp--e4m3": 5,
+        "op--rope--triton": None,
+        "cuda_graphs": 10,
+    }
+
+
 def test_a_red_gate_disproves_the_steps_that_wait_for_it(store: Callable[..., Query]) -> None:
     variants = [{"attention": name} for name in ("sdpa_flash", "separate", "fused")]
     variants += [{"attention": "sdpa_cudnn", "mlp": "fused", "rms_norm": "torch"}]

@@ -24,6 +24,7 @@ FLOATS = ("bfloat16", "float16", "float32")
 ALL_FLOATS = (*FLOATS, "float64")  # taken by PyTorch's own forms
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 OWN = "own"  # the provider of our implementations
+EIGHT_BITS = 5  # the specification's phase of every implementation in 8 bits
 
 Value = bool | int | float | str
 Pairs = tuple[tuple[str, Value], ...]
@@ -360,6 +361,10 @@ class Operator:
     random_problem: Callable[[Any, str], Problem] | None = None
     backward_with_forward: bool = False  # the forward pass may compute the gradient too
     title: str = ""  # its name in figures, as `Implementation.title`
+    # The specification's phase that asks for it; None: no phase does.
+    phase: int | None = None
+    # Backward operations that a phase of their own asks for, with this phase.
+    phases: Mapping[Operation, int] = field(default_factory=dict)
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -370,6 +375,18 @@ class Operator:
     def optional(self) -> tuple[str, ...]:
         """Returns the inputs that may be None. Whether one is given is an option of the problem."""
         return tuple(name[:-1] for name in self.inputs if name.endswith("?"))
+
+    def phase_of(self, implementation: Implementation | None) -> int | None:
+        """Returns the specification's phase of one of its implementations, or None.
+
+        Args:
+            implementation: None stands for an implementation of another package.
+        """
+        if implementation is None or self.phase is None:
+            return self.phase
+        if implementation.precision:
+            return EIGHT_BITS
+        return self.phases.get(implementation.backward, self.phase)
 
     def outputs_of(self, problem: Problem) -> tuple[str, ...]:
         """Returns the names of the requested outputs."""

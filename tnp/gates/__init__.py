@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 class Gate:
     """Holds a gate's phase in the specification, and the operator of its checks by default.
 
-    `ours`: the gate runs models whose operators are all ours. `blocks`: False for a gate that only
-    records a measure. Nothing waits for such a gate, and the workflow does not fail if it is red.
+    `phase`: None if no phase asks for what the gate checks. `ours`: the gate runs models whose
+    operators are all ours. `blocks`: False for a gate that only records a measure. Nothing waits
+    for such a gate, and the workflow does not fail if it is red.
     """
 
-    phase: int
+    phase: int | None
     op: str = "attention"
     ours: bool = False
     blocks: bool = True
 
 
 GENERIC = "op"  # a generic gate is op--operator--implementation
-OPERATORS_PHASE = 2  # the phase of generic gates
 COMPILED = "kernels"  # the gate that compiles every kernel of ours; nothing waits for it
 NOT_FINISHED = ("killed", "timeout")  # such a gate continues in the next run, and is not wrong
 
@@ -79,7 +79,9 @@ def gate(name: str) -> Gate:
     if name in GATES:
         return GATES[name]
     if name in generic_gates():
-        return Gate(OPERATORS_PHASE, name.split("--")[1])
+        _, op, implementation = name.split("--")
+        own = catalog().listed(op, implementation).own
+        return Gate(catalog().operator(op).phase_of(own), op)
     choices = ", ".join([*GATES, *generic_gates()])
     raise ValueError(f"unknown gate {name!r}: choose from {choices}")
 

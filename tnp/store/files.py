@@ -384,6 +384,7 @@ def _implementations() -> pa.Table:
             "provider": (listed := catalog().listed(op, name)).provider,
             "rank": listed.rank,
             "chosen_from": listed.own is not None and listed.own.chosen_from,
+            "phase": operator.phase_of(listed.own),
         }
         for op, operator in catalog().operators.items()
         for name in catalog().names(op)

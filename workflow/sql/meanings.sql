@@ -271,7 +271,7 @@ from (
     ('passed', 'the check or the gate passed'),
     ('peak_memory_bytes', 'peak bytes of a step, or of a call beyond its inputs'),
     ('peak_memory_gib', 'peak GiB of a step'),
-    ('phase', 'order of the gates'),
+    ('phase', 'the specification''s phase, today''s; null: no phase asks for it'),
     ('plain_ms', 'ms of a training step of the model without a buffer'),
     ('plain_step_ms', 'median ms of plain PyTorch''s step at these sizes'),
     ('plan_ms', 'ms of planning once on the host, which is not part of the time'),

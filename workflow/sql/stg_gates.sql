@@ -1,5 +1,6 @@
 -- Grain: a recorded check of a gate, with its run and what it is about: "family/implementation", or
--- "" for all implementations. Early checks name no operator and are about attention.
+-- "" for all implementations. Early checks name no operator and are about attention. `phase` of an
+-- implementation's gate is the one that the catalog says today, whatever was recorded.
 create or replace view stg_gates as
 with families as (
     select distinct
@@ -9,11 +10,17 @@ with families as (
 )
 
 select
-    gates.*,
+    gates.* replace (
+        case
+            when starts_with(gate, 'op--') then implementations.phase
+            else gates.phase
+        end as phase
+    ),
     run_of(run_id, device, recorded_at) as run,
     case
-        when implementation = '' then ''
-        else coalesce(family, op, 'attention') || '/' || implementation
+        when gates.implementation = '' then ''
+        else coalesce(families.family, op, 'attention') || '/' || gates.implementation
     end as about
 from gates
-left join families using (op);
+left join families using (op)
+left join implementations using (op, implementation);

@@ -141,6 +141,8 @@ PORTABLE_BACKWARD = _operation("portable_backward", "portable.backward:SEPARATE"
 IN_8_BITS = _operation("forward_8bit", "eight_bit.hopper:FORWARD", "eight_bit.portable:FORWARD")
 OPERATOR = Operator(
     "attention",
+    phase=2,
+    phases={SEPARATE: 3, PORTABLE_BACKWARD: 3, FUSED: 4},
     inputs=("q", "k", "v", "n_keys?", "cu_seqlens_q?", "cu_seqlens_k?"),
     outputs=("o", "lse"),
     scalars={"scale": definition.SCALE},

@@ -240,6 +240,7 @@ def _operation(pass_, *first):
 
 OPERATOR = Operator(
     "mixture_heads",
+    phase=7,
     inputs=("x", "up", "down"),
     outputs=("out",),
     sizes=("rows", "d_model", "d_ff", "n_components", "n_outputs"),

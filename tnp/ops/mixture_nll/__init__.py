@@ -221,6 +221,7 @@ def _fused(call):
 
 OPERATOR = Operator(
     "mixture_nll",
+    phase=8,
     inputs=("parameters", "y", "n_targets?"),
     outputs=("loss",),
     sizes=("rows", "n_components", "d_y"),

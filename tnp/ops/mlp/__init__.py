@@ -200,6 +200,7 @@ _FUSED = by_triton(
 )
 OPERATOR = Operator(
     "mlp",
+    phase=6,
     inputs=("x", "up", "down"),
     outputs=("y",),
     sizes=("rows", "d_model", "d_ff"),
