@@ -44,15 +44,14 @@ def of_gate(gate: str) -> Found:
     for operator in _operators_of(gate):
         for name in catalog().names(operator.name):
             provider = catalog().listed(operator.name, name).provider
-            ours = gate == COMPILED or GATES[gate].ours
-            if provider == OWN and ours or provider == "torch" and gate != COMPILED:
+            if provider == OWN and GATES[gate].ours or provider == "torch" and gate != COMPILED:
                 found |= of_operator(operator.name, name, GATE, "")
     return found
 
 
 def _operators_of(gate: str) -> list[Operator]:
     """Returns the operators that a gate runs: all, or the model's."""
-    if gate == COMPILED:
+    if GATES[gate].every:
         return list(catalog().operators.values())
     families = *FAMILIES, *block_of(dict.fromkeys(FAMILIES, OWN))
     return [operator for family in families for operator in catalog().family(family)]

@@ -138,6 +138,12 @@ def test_the_gate_of_the_whole_model_of_ours_has_every_kernel_among_its_sources(
         assert used_kernels(sources.of_gate(gate)) == set()
 
 
+def test_a_gate_of_all_operators_has_those_outside_the_model_among_its_sources():
+    kernel = "tnp/ops/swiglu/triton_swiglu.py"
+    gates = ("tolerances", "kernels", "skip_unread")
+    assert [kernel in files(sources.of_gate(gate)) for gate in gates] == [True, True, False]
+
+
 def test_what_a_backward_runs_is_its_source():
     fused, single = (
         used_kernels(sources.of_op({"op": "mlp", "implementation": name}))

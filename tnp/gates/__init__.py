@@ -10,6 +10,7 @@ process must then start with TRITON_INTERPRET=1. Each row's `mode` says which it
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,14 +26,16 @@ if TYPE_CHECKING:
 class Gate:
     """Holds a gate's phase in the specification, and the operator of its checks by default.
 
-    `phase`: None if no phase asks for what the gate checks. `ours`: the gate runs models whose
-    operators are all ours. `blocks`: False for a gate that only records a measure. Nothing waits
-    for such a gate, and the workflow does not fail if it is red.
+    `phase`: None if no phase asks for what the gate checks. `ours`: the gate runs our operators
+    too. `every`: it runs every operator, and not the model's alone. `blocks`: False for a gate that
+    only records a measure. Nothing waits for such a gate, and the workflow does not fail if it is
+    red.
     """
 
     phase: int | None
     op: str = "attention"
     ours: bool = False
+    every: bool = False
     blocks: bool = True
 
 
@@ -40,9 +43,10 @@ GENERIC = "op"  # a generic gate is op--operator--implementation
 COMPILED = "kernels"  # the gate that compiles every kernel of ours; nothing waits for it
 NOT_FINISHED = ("killed", "timeout")  # such a gate continues in the next run, and is not wrong
 
-# Gates of the model, and the gate of all kernels.
+# Gates of the model, and two gates of all operators.
 GATES = {
     "baseline": Gate(1),
+    "tolerances": Gate(2, ours=True, every=True),  # nothing waits for it
     "centred": Gate(3),
     "batch_noise": Gate(5, ours=True, blocks=False),
     "finite": Gate(5, ours=True),
@@ -51,7 +55,7 @@ GATES = {
     "cuda_graphs": Gate(10),
     "ragged": Gate(10, ours=True),
     "buffer": Gate(10, ours=True),
-    COMPILED: Gate(11),
+    COMPILED: Gate(11, ours=True, every=True),
 }
 
 
@@ -222,7 +226,8 @@ def run_gate(
                 progress.finish(one.part, one.of, one.found)
             elif isinstance(one, LeftOut):
                 row = ended(name, "unsupported", one.reason) | mode
-                progress.row(row | {"check": f"left out, {one.case}", "problem": one.problem})
+                about_case = {"op": json.loads(one.problem)["op"], "problem": one.problem}
+                progress.row(row | about_case | {"check": f"left out, {one.case}"})
             else:
                 fields = asdict(one)
                 del fields["larger_is_better"]

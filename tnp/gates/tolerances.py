@@ -1,0 +1,167 @@
+"""Checks two plain bounds on results: one in float16, and phase 2's in bfloat16.
+
+- In float16 every implementation of ours is within 0.001 of float64, or within one unit in the last
+  place of the largest result if that is more.
+- In bfloat16 attention of ours is within 0.01 of PyTorch's, at the sizes of the model.
+
+An operator's own gate has finer bounds, which grow with the rounding that a problem must have. This
+gate takes the largest float16 case of that gate for each set of options, and runs every forward
+kernel that can serve it. Implementations in 8 bits are left out: they promise less. A control is
+red if zeros in place of the results would pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from tnp.dispatch import devices, plans, selection
+from tnp.dispatch.devices import Target
+from tnp.dispatch.registry import catalog
+from tnp.dispatch.spec import Call, Case, Implementation, Operator
+from tnp.experiment.gpu_memory import why_it_does_not_fit
+from tnp.gates.checks import Check, LeftOut, max_abs_error
+from tnp.gates.forced import Pair, pairs_of
+from tnp.gates.launches import launches
+from tnp.gates.results import Inputs, Results, compute, in_float64
+from tnp.model.config import TNPConfig
+from tnp.ops._shared.random_values import Random
+from tnp.ops.attention import OPERATOR as ATTENTION
+from tnp.train import warm
+
+OF_FLOAT16 = 1e-3
+OF_ATTENTION = 1e-2
+SHAPES = {"small": (64, 500), "mid": (10_000, 1000), "large": (200_000, 5000)}
+INTERPRETED = ("small",)  # larger shapes take the interpreter hours
+
+
+class Asked(NamedTuple):
+    """Says what the results of a case are compared with, and how far they may be from that."""
+
+    operator: Operator
+    case: Case
+    beside: str  # "float64", "PyTorch at mid"
+    expected: Callable[[Operator, Case, Inputs], Results]
+    bound: Callable[[torch.Tensor], float]  # takes an expected result
+
+
+def checks(device: torch.device) -> Iterator[Check | LeftOut]:
+    """Yields the checks of both bounds. A case that does not fit the memory is left out.
+
+    Raises Busy if other processes hold the memory that a case needs.
+    """
+    target = devices.of_device(device)
+    every = [*_of_attention(target), *_in_float16(target)]
+    if device.type == "cuda":
+        _compile(every, target)
+    for asked in every:
+        try:
+            yield from _of_case(asked, device)
+            reason = None
+        except Exception as error:
+            reason = why_it_does_not_fit(error)
+            if reason is None:
+                raise
+        if reason is not None:
+            torch.cuda.empty_cache()
+            yield LeftOut(str(asked.case), asked.case.problem.json, reason)
+
+
+def bound_in_float16(expected: torch.Tensor) -> float:
+    """Returns 0.001, or one unit in the last place of the largest float16 result if larger."""
+    _, exponent = math.frexp(expected.abs().max().item())
+    return max(OF_FLOAT16, torch.finfo(torch.float16).eps * 2.0 ** (exponent - 1))
+
+
+def largest_cases(operator: Operator, target: Target) -> list[Case]:
+    """Returns the largest float16 case of the operator's gate for each set of options."""
+    largest: dict[tuple, Case] = {}
+    for case in operator.cases(target):
+        options = case.problem.options
+        before = largest.get(options)
+        if case.problem.dtype == "float16" and (before is None or _extent(case) > _extent(before)):
+            largest[options] = case
+    return list(largest.values())
+
+
+def _extent(case: Case) -> int:
+    return math.prod(size for _, size in case.problem.sizes)
+
+
+def _in_float16(target: Target) -> Iterator[Asked]:
+    for operator in catalog().operators.values():
+        for case in largest_cases(operator, target):
+            yield Asked(operator, case, "float64", _exact, bound_in_float16)
+
+
+def _of_attention(target: Target) -> Iterator[Asked]:
+    config = TNPConfig()
+    head_dim = config.d_model // config.n_heads
+    for shape in SHAPES if target.kind == "cuda" else INTERPRETED:
+        n_context, n_target = SHAPES[shape]
+        sizes = 1, config.n_heads, n_context + n_target, n_context, head_dim
+        case = ATTENTION.case("bfloat16", *sizes)
+        yield Asked(ATTENTION, case, f"PyTorch at {shape}", _pytorch, lambda _: OF_ATTENTION)
+
+
+def _exact(operator: Operator, case: Case, inputs: Inputs) -> Results:
+    options = dict(operator.call_options(case.problem))
+    return compute(operator, case.problem, operator.reference, in_float64(inputs), **options)
+
+
+def _pytorch(operator: Operator, case: Case, inputs: Inputs) -> Results:
+    options = dict(operator.call_options(case.problem))
+    return compute(operator, case.problem, operator.implementations[0].run, inputs, **options)
+
+
+def _of_case(asked: Asked, device: torch.device) -> Iterator[Check]:
+    operator, case, beside = asked.operator, asked.case, asked.beside
+    drawn = operator.draw(case, Random(case, device))
+    inputs = {name: drawn.get(name) for name in operator.tensors}
+    expected = asked.expected(operator, case, inputs)
+    bounds = {name: asked.bound(value) for name, value in expected.items()}
+    for name, value in expected.items():
+        yield Check(f"control must fail: zeros for {name} against {beside}, {case}",
+                    "max_abs_error", max_abs_error(torch.zeros_like(value), value), bounds[name],
+                    op=operator.name, problem=case.problem.json, larger_is_better=True)  # fmt: skip
+    for found, pair in _serving(asked, devices.of_device(device)):
+        got = _run(asked, found, pair, inputs)
+        for name, value in expected.items():
+            yield Check(f"{name} against {beside}, {case}", "max_abs_error",
+                        max_abs_error(got[name], value), bounds[name], found.name,
+                        op=operator.name, problem=case.problem.json, kernel=pair.name)  # fmt: skip
+
+
+def _serving(asked: Asked, target: Target) -> Iterator[tuple[Implementation, Pair]]:
+    """Yields our implementations that can serve the case, with each of their forward kernels."""
+    what = Call(asked.case.problem, target)
+    for found in catalog().ours(asked.operator.name):
+        if not found.precision and selection.refuses(found, what) is None:
+            for pair in pairs_of(found, what):
+                yield found, pair
+
+
+def _run(asked: Asked, found: Implementation, pair: Pair, inputs: Inputs) -> Results:
+    operator, problem = asked.operator, asked.case.problem
+    forced = {found.forward.name: (pair.forward.kernel.name, pair.forward.config)}
+    tensors, options = tuple(inputs.values()), tuple(operator.call_options(problem))
+    plan = plans.build(operator, found.name, tensors, options, forced=forced)
+    n = len(tensors)
+    return compute(operator, problem, lambda *given: plan.run(given[:n], given[n:]), inputs)
+
+
+def _compile(every: list[Asked], target: Target) -> None:
+    """Compiles all kernels side by side. The checks compile and raise what is left."""
+    with warm.side_by_side(target):
+        for asked in every:
+            for found in {found.name: found for found, _ in _serving(asked, target)}.values():
+                forward = replace(found, backward=None)
+                for launch in launches(asked.operator, asked.case.problem, target, forward):
+                    try:
+                        launch.call()
+                    except Exception as error:  # host code may fail on tensors without memory
+                        warm.log.warning("not compiled ahead, %s: %s", asked.case, error)
