@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from tests.sql.conftest import NOW, Query, Tables, check, run, step
+from tests.sql.conftest import NOW, SQL, Query, Tables, check, run, step
 from tnp.gates import GATES, gates_for
 from tnp.model.variants import FAMILIES
 
@@ -152,3 +152,26 @@ def test_the_baselines_gate_is_not_about_attention_of_ours(store: Callable[..., 
     )
     assert store(*parts, own_gate)("from current_steps")[0]["gated"] is True
     assert store(*parts)("from current_steps")[0]["gated"] is None
+
+
+def test_tolerances_are_a_line_for_each_implementation_with_its_worst_error(
+    store: Callable[..., Query],
+) -> None:
+    def error(name: str, value: float, bound: float, size: int, **columns: object) -> Tables:
+        of = {"op": "mlp", "implementation": name, "passed": value <= bound}
+        problem = json.dumps({"op": "mlp", "dtype": "float16", "sizes": {"rows": size}})
+        return check("tolerances", "y", value, bound, problem=problem, **of | columns)
+
+    query = store(
+        error("fused", 0.0008, 0.001, 1),
+        error("fused", 0.0020, 0.004, 2),  # larger, and further from its bound
+        error("single", 0.0005, 0.001, 1),
+        error("single", 0.0060, 0.004, 2),
+        error("", 3.0, 0.001, 1, passed=True),  # a control
+    )
+    rows = query((SQL.parent / "report" / "56_tolerances.sql").read_text())
+    names = ("implementation", "cases", "worst_error", "bound", "verdict")
+    assert [[row[name] for name in names] for row in rows] == [
+        ["fused", 2, 0.0008, 0.001, "within"],
+        ["single", 2, 0.006, 0.004, "beyond"],
+    ]
