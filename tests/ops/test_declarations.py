@@ -62,6 +62,19 @@ def test_work_counts_products_and_tensors(pass_):
     assert found.bytes == passes * (x + weights) + y
 
 
+@pytest.mark.parametrize("op", [op for op in catalog().operators if "eager" in catalog().names(op)])
+def test_the_formula_in_single_operations_is_the_reference(op):
+    operator, eager = catalog().operator(op), catalog().load(op, "eager")
+    for case in operator.cases(devices.INTERPRETER):
+        if case.problem.dtype != "float32":
+            continue
+        arguments = *drawn(case, "cpu"), *operator.numbers
+        exact = operator.reference(*(x.double() if torch.is_tensor(x) else x for x in arguments))
+        torch.testing.assert_close(
+            eager.run(*arguments), exact, rtol=1e-4, atol=1e-4, check_dtype=False
+        )
+
+
 def test_planning_imports_neither_torch_nor_triton():
     modules = "tnp.ops.mlp, tnp.ops.mixture_heads, tnp.ops.projection"
     code = f"import sys, {modules}; assert not {{'torch', 'triton'}} & set(sys.modules)"

@@ -29,6 +29,9 @@ WORDS = {
     # Implementations of one operator.
     "torch": "PyTorch",
     "compiled": "compiled PyTorch",
+    "compiled_autotuned": "compiled PyTorch with autotuning",
+    "eager": "PyTorch's single operations",
+    "sdpa_efficient": "PyTorch with memory-efficient attention",
     "bmm": "PyTorch in one batched matmul",
     "grouped_mm": "PyTorch in one grouped matmul",
     "loop": "PyTorch in a loop",
@@ -42,6 +45,7 @@ WORDS = {
     "e4m3": "ours in 8 bits",
     "single": "ours in one kernel",
     "triton": "ours in Triton",
+    "two_kernels": "ours in two kernels",
     "liger": "Liger",
     "quack": "QuACK",
     "cce": "cut cross-entropy",

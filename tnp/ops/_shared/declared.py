@@ -25,12 +25,37 @@ E4M3_MULTIPLE = 16  # PyTorch's products of 8-bit rows take widths that are mult
 
 
 def by_pytorch(
-    run: Callable[..., Any], options: tuple[str, ...] = ()
-) -> tuple[Implementation, Implementation]:
-    """Returns PyTorch's plain form, in any of its float dtypes, and the same form compiled."""
-    return (
+    run: Callable[..., Any],
+    options: tuple[str, ...] = (),
+    eager: Callable[..., Any] | None = None,
+) -> tuple[Implementation, ...]:
+    """Returns PyTorch's forms: plain, and compiled without and with a search for the fastest code.
+
+    The plain form takes any of PyTorch's float dtypes.
+
+    Args:
+        run: the plain form, with the reference's arguments.
+        options: the options that it takes.
+        eager: the formula written out, a kernel for each operation, where `run` calls a fused
+            function of PyTorch. It becomes implementation `eager`, for benchmarks alone.
+    """
+    forms = (
         Implementation("torch", run=run, provider="torch", dtypes=ALL_FLOATS, options=options),
-        Implementation("compiled", run=run, provider="torch", compile="default", options=options),
+        *compiled(run, options),
+    )
+    if eager is None:
+        return forms
+    return *forms, Implementation("eager", run=eager, provider="torch", selectable=False)
+
+
+def compiled(
+    run: Callable[..., Any], options: tuple[str, ...] = (), **limits: Any
+) -> tuple[Implementation, Implementation]:
+    """Returns a form of PyTorch compiled without and with a search for the fastest code."""
+    modes = {"compiled": "default", "compiled_autotuned": "max-autotune"}
+    return tuple(
+        Implementation(name, run=run, provider="torch", compile=mode, options=options, **limits)
+        for name, mode in modes.items()
     )
 
 

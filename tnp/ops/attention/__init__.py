@@ -27,6 +27,7 @@ from tnp.dispatch.spec import (
     Reason,
     triton_from,
 )
+from tnp.ops._shared.declared import compiled
 from tnp.ops.attention import cases, definition, eight_bit, torch_forms
 from tnp.util.checks import (
     positive_number,
@@ -175,6 +176,17 @@ OPERATOR = Operator(
             options=(*definition.OPTIONS, "causal", "n_kv_heads"),
             dispatches=("aten::_scaled_dot_product_cudnn_attention",),
         ),
+        Implementation(
+            "sdpa_efficient",
+            run=torch_forms.sdpa_efficient,
+            provider="torch",
+            supported=torch_forms.efficient_supported,
+            dtypes=("float32",),
+            options=("base2", "causal"),
+            dispatches=("aten::_scaled_dot_product_efficient_attention",),
+            selectable=False,
+        ),
+        *compiled(torch_forms.reference, definition.WITH_LSE),
         Implementation(
             "separate",
             forward=FORWARD,

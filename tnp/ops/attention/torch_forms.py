@@ -7,6 +7,7 @@ torch.
 from functools import cache
 from itertools import pairwise
 
+from tnp.dispatch.spec import on_cuda
 from tnp.ops.attention.layouts import from_rows, to_rows
 from tnp.util.checks import require_cumulative, require_end
 
@@ -280,6 +281,14 @@ def sdpa_cudnn(q, k, v, n_keys, cu_seqlens_q, cu_seqlens_k, scale, base2=False, 
     return _sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v, scale, mask, causal)
 
 
+def sdpa_efficient(q, k, v, n_keys, cu_seqlens_q, cu_seqlens_k, scale, base2=False, causal=False):
+    """Calls PyTorch's memory-efficient backend. Raises RuntimeError if it cannot run."""
+    from torch.nn.attention import SDPBackend
+
+    scale = softmax_scale(scale, base2)
+    return _sdpa(SDPBackend.EFFICIENT_ATTENTION, q, k, v, scale, causal=causal)
+
+
 def _on_cuda(call, backend):
     """Returns why neither backend can serve a call on a GPU, or None."""
     p = call.problem
@@ -317,3 +326,21 @@ def cudnn_supported(call):
     if p["causal"] and p["n_q"] != p["n_k"]:
         return "SDPA's cuDNN backend takes causal attention where there are as many queries as keys"
     return _on_cuda(call, "cuDNN")
+
+
+def efficient_supported(call):
+    """Returns why the memory-efficient backend cannot serve a float32 call, or None."""
+    p = call.problem
+    if (reason := on_cuda(80)(call)) is not None:
+        return reason
+    if p["causal"] and p["n_q"] != p["n_k"]:
+        return (
+            "SDPA's memory-efficient backend takes causal attention where there are as many "
+            "queries as keys"
+        )
+    if p["head_dim"] % 4:
+        return (
+            "SDPA's memory-efficient backend takes head_dims that 4 divides in float32, not "
+            f"{p['head_dim']}"
+        )
+    return None

@@ -19,6 +19,7 @@ from tnp.dispatch.spec import (
     Reason,
     triton_from,
 )
+from tnp.ops._shared.declared import compiled
 from tnp.ops.attention import HEAD_DIMS
 from tnp.ops.decode_attention import definition, torch_forms
 from tnp.util.checks import (
@@ -176,14 +177,7 @@ OPERATOR = Operator(
             options=definition.OPTIONS,
             gradients=(),
         ),
-        Implementation(
-            "compiled",
-            run=torch_forms.reference,
-            provider="torch",
-            compile="default",
-            options=definition.OPTIONS,
-            gradients=(),
-        ),
+        *compiled(torch_forms.reference, definition.OPTIONS, gradients=()),
         Implementation(
             "triton",
             forward=Operation("decode_attention.forward", (f"{__name__}.triton_decode:FORWARD",)),

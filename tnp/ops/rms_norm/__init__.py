@@ -43,6 +43,17 @@ def add_reference(x, update, weight, eps):
     return total, reference(total, weight, eps)
 
 
+def eager(x, weight, eps):
+    """Computes the formula in single operations, in float32, as Llama's module does."""
+    wide = x.float()
+    return (wide * (wide.square().mean(-1, True) + eps).rsqrt()).to(x.dtype) * weight.to(x.dtype)
+
+
+def add_eager(x, update, weight, eps):
+    total = x + update
+    return total, eager(total, weight, eps)
+
+
 def describe(x, weight, name="weight") -> dict:
     """Returns the sizes. Raises ValueError that names the weight if tensors do not fit together."""
     if weight.dim() != 1 or x.shape[-1:] != weight.shape or len(weight) == 0:
@@ -140,7 +151,7 @@ def _within(operator: Operator, model, run):
     return operator.problem(run["dtype"], rows=rows_within(run), width=model["d_model"])
 
 
-def _implementations(name: str, plain) -> tuple[Implementation, ...]:
+def _implementations(name: str, plain, written_out) -> tuple[Implementation, ...]:
     ours = by_triton(
         "fused",
         name,
@@ -149,7 +160,7 @@ def _implementations(name: str, plain) -> tuple[Implementation, ...]:
         backward=("BACKWARD", "WIDE_BACKWARD"),
         supported=triton_to_width(MAX_WIDTH),
     )
-    return *by_pytorch(plain), ours
+    return *by_pytorch(plain, eager=written_out), ours
 
 
 def _without_residual_gradient(x, update, weight, eps):
@@ -165,7 +176,7 @@ RMS_NORM = Operator(
     family="rms_norm",
     differentiated=("x", "weight"),
     scalars={"eps": EPS},
-    implementations=_implementations("rms_norm", reference),
+    implementations=_implementations("rms_norm", reference, eager),
     describe=describe,
     draw=draw,
     reference=reference,
@@ -188,7 +199,7 @@ ADD_RMS_NORM = Operator(
     differentiated=("x", "update", "weight"),
     scalars={"eps": EPS},
     keeps=("sum", "weight"),
-    implementations=_implementations("add_rms_norm", add_reference),
+    implementations=_implementations("add_rms_norm", add_reference, add_eager),
     describe=add_describe,
     draw=add_draw,
     reference=add_reference,

@@ -4,6 +4,9 @@
 
 (Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv 1910.07467; Shazeer, GLU Variants
 Improve Transformer, arXiv 2002.05202.)
+
+`two_kernels` computes the same by our `rms_norm` and `swiglu`, forward only. It shows what fusing
+them saves, and `auto` never chooses it.
 """
 
 from __future__ import annotations
@@ -11,8 +14,9 @@ from __future__ import annotations
 from math import inf, prod
 from typing import TYPE_CHECKING
 
-from tnp.dispatch.spec import FLOATS, Case, Operator, Work
-from tnp.ops._shared.declared import by_pytorch, by_triton, cases_by_dtype
+from tnp.dispatch.spec import FLOATS, Case, Implementation, Operation, Operator, Work
+from tnp.ops import rms_norm, swiglu
+from tnp.ops._shared.declared import by_pytorch, by_triton, cases_by_dtype, triton_to_width
 from tnp.util.checks import positive_number, require_equal, require_floats, require_one_device
 
 if TYPE_CHECKING:
@@ -25,6 +29,11 @@ def reference(x, gate, weight, eps):
     from torch.nn.functional import rms_norm, silu
 
     return silu(gate) * rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
+def eager(x, gate, weight, eps):
+    """Computes the formula in single operations."""
+    return swiglu.eager(gate, rms_norm.eager(x, weight, eps))
 
 
 def describe(x, gate, weight) -> dict:
@@ -83,7 +92,15 @@ OPERATOR = Operator(
     differentiated=("x", "gate", "weight"),
     scalars={"eps": 1e-6},
     implementations=(
-        *by_pytorch(reference),
+        *by_pytorch(reference, eager=eager),
+        Implementation(
+            "two_kernels",
+            forward=Operation(
+                "rms_norm_swiglu.two_kernels", ("tnp.ops.rms_norm_swiglu.two_kernels:FORWARD",)
+            ),
+            supported=triton_to_width(rms_norm.MAX_WIDTH),
+            selectable=False,
+        ),
         by_triton(
             "triton",
             "rms_norm_swiglu",
