@@ -18,13 +18,12 @@ if TYPE_CHECKING:
 
 
 class Use(NamedTuple):
-    """Implementations that something runs at the sizes of a model."""
+    """Implementations that something runs: at the sizes of a model, or at sizes of its own."""
 
     place: Place
     implementations: Mapping[str, str]  # operator, or family → name
-    model: Mapping[str, Any]
+    model: Mapping[str, Any] | None = None
     model_place: Place = ("model",)
-    trains: bool = True
 
 
 def variants(config: Config, model: Mapping[str, Any] | None = None) -> dict[str, dict]:
@@ -77,8 +76,8 @@ def faults_of_use(use: Use, config: Config, gates: list[str]) -> Iterator[Fault]
         for operator in catalog().operators.values():
             if key not in (operator.name, operator.family):
                 continue
-            problem = operator.within(use.model, step)
-            reason = None if problem is None else refusal(operator, name, problem, use.trains)
+            problem = operator.within(use.model, step) if use.model else None
+            reason = None if problem is None else refusal(operator, name, problem, trains=True)
             if reason is not None:
                 yield Fault(use.model_place, f"{operator.name} {reason}")
             missing = [gate for gate in gates_of(operator.name, name) if gate not in gates]

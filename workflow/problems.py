@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from workflow.studies import Config
 
 INSTALLED = "installed"  # stands for whatever other packages bring
+OURS = "ours"  # stands for all that launches our kernels
+SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # dtypes in names of problems
 SECTIONS = ("shapes", "at", "problems")  # of an entry of `ops`, at least one of which it has
 
 
@@ -33,11 +35,22 @@ def of_operator(config: Config, op: str, spec: Any, dtype: str) -> Iterator[Name
     """Yields the problems that an entry of a study of operators asks for.
 
     `shapes` are steps of the neural process. `at` are runs of language models, as in
-    "llama3_8b/train", which may say how values are drawn. `problems` are sizes by a name.
+    "llama3_8b/train", which may say how values are drawn. `problems` are sizes by a name. Each
+    stands once for each of the entry's `dtypes`, which its name then ends with, or once in `dtype`.
 
     Raises:
         ValueError: a sentence that names what cannot be.
     """
+    asked = getattr(spec, "dtypes", None)
+    if not asked:
+        yield from _in_dtype(config, op, spec, dtype)
+    for own in asked or ():
+        for named in _in_dtype(config, op, spec, own):
+            yield replace(named, shape=f"{named.shape}_{SHORT[own]}")
+
+
+def _in_dtype(config: Config, op: str, spec: Any, dtype: str) -> Iterator[Named]:
+    """Yields the problems of an entry in one dtype."""
     operator = catalog().operator(op)
     for shape in spec.shapes:
         model = config.model | {"d_ff_storage": storage(config, op, spec)}
@@ -68,10 +81,15 @@ def of_operator(config: Config, op: str, spec: Any, dtype: str) -> Iterator[Name
 
 
 def implementations(op: str, named: Iterable[str]) -> list[str]:
-    """Returns the names of an entry. "installed" becomes the names that other packages bring."""
+    """Returns the names of an entry, with the names that "installed" and "ours" stand for."""
     found: list[str] = []
     for name in named:
-        found += catalog().installed(op) if name == INSTALLED else [name]
+        if name == INSTALLED:
+            found += catalog().installed(op)
+        elif name == OURS:
+            found += [one.name for one in catalog().ours(op)]
+        else:
+            found.append(name)
     return list(dict.fromkeys(found))
 
 

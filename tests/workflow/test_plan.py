@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.workflow.conftest import changed
+from tnp.bench import policy
 from tnp.bench.outcome import implementation_of
 from tnp.dispatch import tuned_tables
 from tnp.dispatch.registry import catalog
@@ -288,20 +289,34 @@ def test_operators_at_runs_of_language_models_and_at_sizes_by_name():
     config["runs"] = {"train_2k": {"batch": 2, "n_tokens": 2048}}
     config["profiles"] = {"priority": 1, "sections": "quick", "ops": {
         "mlp": {"shapes": ["small"], "implementations": ["torch"]}}}  # fmt: skip
-    swiglu = {"priority": 1, "at": ["llama/train_2k"], "dtype": "float16"}
+    swiglu = {"priority": 1, "at": ["llama/train_2k"], "dtypes": ["float16"]}
     swiglu |= {"problems": {"narrow": {"rows": 7, "width": 40}}}
-    swiglu |= {"implementations": ["torch", "installed", "triton"]}
+    swiglu |= {"implementations": ["torch", "installed", "ours"], "passes": ["forward"]}
     config |= {"ops": {"swiglu": swiglu}}
     del config["tuning"]
     ops = planned(config).jobs["op"]
-    assert set(ops) == {"swiglu--llama-train_2k", "swiglu--narrow"}
+    assert set(ops) == {"swiglu--llama-train_2k_fp16", "swiglu--narrow_fp16"}
     llama, narrow = ops.values()
-    assert llama["shape"] == "llama/train_2k"
+    assert llama["shape"] == "llama/train_2k_fp16" and llama["passes"] == ["forward"]
     problem = json.loads(llama["problem"])
     assert problem["sizes"] == {"rows": 4096, "width": 14336} and problem["dtype"] == "float16"
     assert json.loads(narrow["problem"])["sizes"] == {"rows": 7, "width": 40}
     others = catalog().installed("swiglu")
     assert list(narrow["implementations"]) == ["torch", *others, "triton", "triton--twin1"]
+
+
+def test_a_study_of_several_dtypes_has_each_problem_in_each():
+    names = [f"dtypes_layer_norm--gpt2-train_1k_{short}" for short in ("fp16", "fp32")]
+    assert [json.loads(OPS[name]["problem"])["dtype"] for name in names] == ["float16", "float32"]
+
+
+def test_every_kernel_of_ours_has_a_profile_and_a_latency():
+    known = catalog()
+    every = {(op, one.name) for op in known.operators for one in known.ours(op)}
+    profiled = {(job["op"], job["implementation"]) for job in GPU.jobs["profile"].values()}
+    single = {(job["op"], implementation_of(name)) for job in OPS.values()
+              for name in job["implementations"] if policy.LATENCY in job["timing"]}  # fmt: skip
+    assert every <= profiled and every <= single
 
 
 def test_a_study_may_be_timed_in_its_own_way():

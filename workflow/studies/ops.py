@@ -29,7 +29,8 @@ class Sizes(Section):
 
 class Settings(Sizes, settings.Study):
     implementations: settings.SomeNames = ABSENT  # entry `ceilings` has none
-    dtype: settings.one_of("bfloat16", "float16", "float32") = ABSENT  # default: compute_dtype
+    dtypes: settings.unique(settings.one_of(*problems.SHORT), 1) = ABSENT  # or compute_dtype
+    passes: settings.unique(settings.one_of("forward", "backward"), 1) = ABSENT  # or all
     timing: settings.OwnTiming = ABSENT
     d_ff_storage: settings.Size = ABSENT
 
@@ -61,10 +62,11 @@ class Ops(Study):
             op = spec.op or study
             names = problems.implementations(op, spec.implementations)
             contenders = [*names, *twins(_twice(op, names), 1)]
-            timing = here.timing(spec.timing or {})
-            for named in problems.of_operator(here.config, op, spec, spec.dtype or here.dtype):
+            others = {"passes": spec.passes} if spec.passes else {}
+            others["timing"] = here.timing(spec.timing or {})
+            for named in problems.of_operator(here.config, op, spec, here.dtype):
                 config_id = f"{study}--{named.shape.replace('/', '-')}"
-                yield job(here, study, spec, config_id, named, contenders, timing=timing)
+                yield job(here, study, spec, config_id, named, contenders, **others)
 
     def faults(self, config: Config) -> Iterator[Fault]:
         for place, op, spec in self.operators(config):
@@ -83,11 +85,11 @@ class Ops(Study):
 
     def uses(self, config: Config) -> Iterator[models.Use]:
         for place, op, spec in self.operators(config):
-            for index, name in enumerate(spec.implementations):
-                if is_automatic(name) or name in catalog().names(op):
-                    model = config.model | {"d_ff_storage": problems.storage(config, op, spec)}
-                    where = (*place, "implementations", index)
-                    yield models.Use(where, {op: name}, model, trains=False)
+            for index, written in enumerate(spec.implementations):
+                where = (*place, "implementations", index)
+                for name in problems.implementations(op, [written]):
+                    if is_automatic(name) or name in catalog().names(op):
+                        yield models.Use(where, {op: name})
 
     def gates(self, job: Job) -> dict[str, list[str]]:
         op = job["op"]
@@ -171,8 +173,9 @@ def _faults(
         yield Fault(of, unknown("operator", op, catalog().operators), (key,))
         return
     names = spec.implementations or []
-    known = [*catalog().names(op), AUTO, problems.INSTALLED]
+    known = [*catalog().names(op), AUTO, problems.INSTALLED, problems.OURS]
     yield from not_among((*place, "implementations"), "implementation", names, known)
+    names = problems.implementations(op, names)
     yield from not_among((*place, "shapes"), "shape", spec.shapes, config.shapes)
     yield from models.faults_of_storage(
         place, {"d_ff_storage": getattr(spec, "d_ff_storage", None)}, config.model
@@ -180,9 +183,8 @@ def _faults(
     if not spec.model_fields_set & set(problems.SECTIONS):
         yield Fault(place, f"one of the keys {listed(problems.SECTIONS)} is missing")
     for device in devices:
-        dtype = getattr(spec, "dtype", None) or config.compute_dtype[device]
         try:
-            of_op = list(problems.of_operator(config, op, spec, dtype))
+            of_op = list(problems.of_operator(config, op, spec, config.compute_dtype[device]))
         except ValueError as error:
             yield Fault(place, str(error))
             return
