@@ -2,8 +2,6 @@
 
 import re
 
-import vl_convert
-
 from tests.figures import conftest as sample
 from tests.figures.conftest import Drawn, as_svg, title
 
@@ -27,12 +25,35 @@ def test_roofline_of_an_operator_without_operations_is_its_share_of_the_copy(dra
     tables = sample.roofline_rows({("fused", "small"): 0.9, ("torch", "small"): 0.4})
     for row in tables["roofline"]:
         row |= {"op": "rms_norm", "tflops": None, "intensity": 0.0, "gb_per_s": 3780.0}
+        row["bytes"] = 4e6
     chart = drawn("roofline", tables)
     assert title(chart) == (
         "RMSNorm forward of ours reaches 90% of the NVIDIA H200 roofline at small; "
         "PyTorch reaches 40%"
     )
-    assert "90%, 3,780 GB/s" in vl_convert.vegalite_to_svg(chart.to_dict())
+    svg = as_svg(chart)
+    assert "90%, 3,780 GB/s" in svg and "read and written, MB" in svg
+
+
+def test_roofline_has_a_plane_for_each_operator(drawn: Drawn) -> None:
+    tables = sample.roofline_rows({("separate", "small"): 0.6})
+    (row,) = tables["roofline"]
+    tables["roofline"].append(row | {"op": "mlp", "shape": "odd"})
+    svg = as_svg(drawn("roofline", tables))
+    assert svg.count(">intensity, FLOP/byte</text>") == 2
+    # Beside the line of its share, and on the plane above.
+    assert [svg.count(f">{shape}</text>") for shape in ("small", "odd")] == [2, 2]
+
+
+def test_roofline_leaves_out_names_that_would_overlap(drawn: Drawn) -> None:
+    tables = sample.roofline_rows({("separate", "mid"): 0.6})
+    (row,) = tables["roofline"]
+    for n in (1, 2):  # a tenth of a decade apart
+        name = {"shape": f"a_shape_with_a_long_name_{n}", "intensity": 5000.0 * 1.3**n}
+        tables["roofline"].append(row | name)
+    svg = as_svg(drawn("roofline", tables))
+    names = "mid", "a_shape_with_a_long_name_1", "a_shape_with_a_long_name_2"
+    assert [svg.count(f">{name}</text>") for name in names] == [2, 2, 1]
 
 
 def test_roofline_names_what_failed_and_draws_no_line_where_nothing_was_timed(

@@ -45,6 +45,7 @@ VIEWS = {
     " role text, own boolean, valid boolean, shape text, batch integer, dtype text,"
     " time_ms double, tflops double, gb_per_s double, intensity double, ceiling_tflops double,"
     " ceiling_gb_per_s double, bound text, roofline_tflops double, flops double,"
+    " bytes double,"
     f" share_of_roofline double, share_low double, share_high double, {OUTCOME}, why_not text",
     "operator_speedup": "device text, comparison_key text, op text, pass text, implementation text,"
     " own boolean, shape text, config_id text, dtype text, batch integer, problem text,"

@@ -1,26 +1,44 @@
 """Shows how near each operator comes to the limits of its device.
 
-Reads the view `roofline`. For the operator with most operations, panels show TFLOP/s under the
-measured ceilings of matmul and memory copy. For each operator, panels show the share of its
-roofline, a line for each shape.
+Reads the view `roofline`. For each operator, panels show its rate under the measured ceilings of
+matmul and memory copy: TFLOP/s over operations per byte. An operator whose operations are not
+counted has GB/s over the bytes that it moves. Panels below show the share of the roofline, a line
+for each shape.
 """
 
 import math
+from typing import NamedTuple
 
 import altair as alt
 import duckdb
 
 from tnp.figures import data, theme
 from tnp.figures.data import Row
-from tnp.figures.layout import LABEL_HEIGHT, Layout
+from tnp.figures.layout import CHARACTER_WIDTH, LABEL_HEIGHT, Layout
 
 PANEL_WIDTH, PANEL_HEIGHT = 410, 260  # px
 MARK_HEIGHT = 16  # px
 LABEL_ROOM = 1.3  # room for a label right of the axis, as a share of it
 MOST_SHAPES = 32  # an operator with more shapes shows only the neural process's
-CLOSE_DECADES = 1.0  # of intensity; labels that are nearer would overlap
+FEW_DECADES = 2.0  # an axis of fewer has numbers between powers of ten
 PASSES = ("forward", "backward")
 SHAPE_LABEL = {"fontSize": 11, "color": theme.MUTED}
+# Place of a label at the roofline → its offset, in px.
+LABELS = {"low": {"dy": -10}, "raised": {"dy": -25}, "slope": {"dx": 10, "dy": 6, "align": "left"}}
+
+
+class Plane(NamedTuple):
+    """Names the columns of a rate and of its ceiling, and what it is drawn over."""
+
+    x: str
+    x_title: str
+    rate: str
+    unit: str
+    roof: str
+
+
+OPERATIONS = Plane("intensity", "intensity, FLOP/byte", "tflops", "TFLOP/s", "roofline_tflops")
+TRAFFIC = Plane("megabytes", "read and written, MB", "gb_per_s", "GB/s", "ceiling_gb_per_s")
 
 # Kind of a mark → its colour, shape and size.
 OURS, OTHER, ELSE = "ours, the fastest there", "the fastest of the others", "all else"
@@ -55,7 +73,7 @@ TOOLTIP = [
 
 
 def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:
-    """Draws a log-log roofline of the first operator, then the shares of all operators by shape."""
+    """Draws a log-log roofline of each operator, and below it the shares by shape."""
     rows = data.query(connection, QUERY, most=MOST_SHAPES)
     if not rows:
         return theme.no_rows(
@@ -71,8 +89,9 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
             labels = list(dict.fromkeys(row["shape"] for row in of_op))
             points = {name: _points(of_op, name) for name in passes}
             # An operator without counted operations has nothing on a log axis of operations.
-            counted = op == of_device[0]["op"] and any(row["tflops"] for row in of_op)
-            panels = [_roofline(points[name], name, layout) for name in passes if counted]
+            plane = OPERATIONS if any(row["tflops"] for row in of_op) else TRAFFIC
+            shown = passes if any(points.values()) else []
+            panels = [_roofline(points[name], name, plane, layout) for name in shown]
             panels += [_shares(of_op, points[name], name, labels, layout) for name in passes]
             title = f"{theme.sentence(op)} on {device['name']}"
             dtypes = ", ".join(sorted({row["dtype"] for row in of_op}))
@@ -84,7 +103,7 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
         "memory copy, whichever binds. Operators that write little are compared with a measured "
         "sum, which only reads. Points are medians with cold caches; whiskers: the shortest and "
         "the longest run. Intensity: operations per byte, if each operand passes through memory "
-        "once.",
+        "once. Operators whose operations are not counted stand over the bytes that they move.",
         "“All else” are slower implementations, ours and others'; the tooltips name them. Hollow: "
         f"{theme.WITHOUT_EVIDENCE}.",
     ]
@@ -140,7 +159,8 @@ def _points(rows: list[Row], pass_: str) -> list[Row]:
         for row in of_shape:
             kind = ELSE if row is not best[row["own"]] else OURS if row["own"] else OTHER
             evidence = {"valid": row["valid"] is True, "evidence": theme.evidence(row["valid"])}
-            points.append(row | evidence | {"kind": kind})
+            size = {"megabytes": row["bytes"] and row["bytes"] / 1e6}
+            points.append(row | evidence | size | {"kind": kind})
     return points
 
 
@@ -151,36 +171,33 @@ def _rate(row: Row) -> str:
     return f"{theme.number(row['tflops'])} TFLOP/s"
 
 
-def _roofline(points: list[Row], pass_: str, layout: Layout) -> alt.TopLevelMixin:
-    roof = _roof(points)
-    timed = [point["tflops"] for point in points if point["tflops"]]
-    lowest = min(timed + [corner["tflops"] for corner in roof], default=1.0)
-    highest = max([corner["tflops"] for corner in roof], default=1.0)
+def _roofline(points: list[Row], pass_: str, plane: Plane, layout: Layout) -> alt.TopLevelMixin:
+    points = [point for point in points if point[plane.x] and point[plane.rate]]
+    roof, width = _roof(points, plane), layout.plot_width(PANEL_WIDTH)
+    rates = [row[plane.rate] for row in [*points, *roof]] or [1.0]
     x_scale = alt.Scale(type="log", nice=False)
-    y_scale = alt.Scale(type="log", nice=False, domain=[lowest / 1.5, highest * 2])
-    x = alt.X("intensity:Q", scale=x_scale, title="intensity, FLOP/byte")
-    x = x.axis(values=[10.0**n for n in range(-3, 8)], format=",")
-    y = alt.Y("tflops:Q", scale=y_scale, title="TFLOP/s")
+    y_scale = alt.Scale(type="log", nice=False, domain=[min(rates) / 1.5, max(rates) * 2])
+    x = alt.X(f"{plane.x}:Q", scale=x_scale, title=plane.x_title)
+    decades = math.log10(roof[-1][plane.x] / roof[0][plane.x]) if roof else 1.0
+    steps = (1, 2, 5) if decades < FEW_DECADES else (1,)
+    x = x.axis(values=[m * 10.0**n for n in range(-3, 8) for m in steps], format=",")
+    y = alt.Y(f"{plane.rate}:Q", scale=y_scale, title=plane.unit)
     y = y.axis(
         values=[m * 10.0**n for n in range(-4, 5) for m in (1, 2, 5)],
         format=",",
         orient=layout.side,
     )
     line = data.drawing(roof).mark_line(color=theme.INK, strokeWidth=2)
-    names = data.drawing(_shape_labels(points)).encode(x=x, y=y, text="label:N")
+    names = data.drawing(_shape_labels(points, plane, width / decades))
+    names = names.encode(x=x, y=y, text="label:N")
     return alt.layer(
         line.encode(x=x, y=y),
-        names.transform_filter("datum.bound == 'compute' && !datum.raised").mark_text(
-            dy=-10, **SHAPE_LABEL
-        ),
-        names.transform_filter("datum.bound == 'compute' && datum.raised").mark_text(
-            dy=-25, **SHAPE_LABEL
-        ),
-        names.transform_filter("datum.bound == 'memory'").mark_text(
-            dx=10, dy=6, align="left", **SHAPE_LABEL
+        *(
+            names.transform_filter(f"datum.place == '{place}'").mark_text(**at, **SHAPE_LABEL)
+            for place, at in LABELS.items()
         ),
         *_marks(points, x=x, y=y),
-        width=layout.plot_width(PANEL_WIDTH),
+        width=width,
         height=PANEL_HEIGHT,
         title=layout.title(pass_),
     )
@@ -200,17 +217,19 @@ def _marks(points: list[Row], **position: alt.X | alt.Y) -> list[alt.Chart]:
     return theme.filled_or_hollow(base, "point", opacity=1)
 
 
-def _roof(rows: list[Row]) -> list[Row]:
-    """Returns the roofline's corners, twice beyond the intensities of `rows` on both sides."""
+def _roof(rows: list[Row], plane: Plane) -> list[Row]:
+    """Returns the roofline's corners, beyond `rows` on both sides."""
     if not rows:
         return []
+    copy = min(row["ceiling_gb_per_s"] for row in rows)
+    sizes = [row[plane.x] for row in rows]
+    if plane is TRAFFIC:
+        return [{plane.x: end, plane.rate: copy} for end in (min(sizes) / 4, max(sizes) * 4)]
     # The lowest roof of several number formats: points of the others lie above it.
     compute = min(row["ceiling_tflops"] for row in rows)
-    copy = min(row["ceiling_gb_per_s"] for row in rows)
     ridge = compute / copy * 1000
-    intensities = [row["intensity"] for row in rows]
-    ends = [min(*intensities, ridge) / 2, ridge, max(*intensities, ridge) * 2]
-    return [{"intensity": end, "tflops": min(compute, end * copy / 1000)} for end in ends]
+    ends = [min(*sizes, ridge) / 2, ridge, max(*sizes, ridge) * 2]
+    return [{plane.x: end, plane.rate: min(compute, end * copy / 1000)} for end in ends]
 
 
 def _tooltip(rows: list[Row]) -> list[alt.Tooltip]:
@@ -219,25 +238,30 @@ def _tooltip(rows: list[Row]) -> list[alt.Tooltip]:
     return [shown for shown in TOOLTIP if shown.shorthand.split(":")[0] not in empty]
 
 
-def _shape_labels(points: list[Row]) -> list[Row]:
-    """Returns one label on the roofline for each intensity, with all its shapes."""
+def _shape_labels(points: list[Row], plane: Plane, decade: float) -> list[Row]:
+    """Returns a label on the roofline for each column of points, with its shapes.
+
+    A label that would overlap another stands higher. One that overlaps there too is left out: the
+    lines below the plane name all shapes. `decade` is the px of a power of ten.
+    """
     columns: dict[float, list[Row]] = {}
     for point in points:
-        columns.setdefault(round(math.log10(point["intensity"]), 1), []).append(point)
-    labels, previous, raised = [], -math.inf, False
-    for decade in sorted(columns):  # a label close to the one on its left stands higher
-        raised = decade - previous < CLOSE_DECADES and not raised
-        previous = decade
-        point = columns[decade][0]
-        labels.append(
-            {
-                "intensity": point["intensity"],
-                "tflops": point["roofline_tflops"],
-                "bound": point["bound"],
-                "raised": raised,
-                "label": ", ".join(dict.fromkeys(row["shape"] for row in columns[decade])),
-            }
-        )
+        columns.setdefault(round(math.log10(point[plane.x]), 1), []).append(point)
+    labels: list[Row] = []
+    ends = dict.fromkeys(LABELS, -math.inf)  # px
+    for power in sorted(columns):
+        point = columns[power][0]
+        shapes = list(dict.fromkeys(row["shape"] for row in columns[power]))
+        text = ", ".join(shapes) if len(shapes) < 3 else f"{shapes[0]} and {len(shapes) - 1} more"
+        width = len(text) * CHARACTER_WIDTH * SHAPE_LABEL["fontSize"]
+        flat = plane is TRAFFIC or point["bound"] == "compute"
+        start = power * decade - width / 2 if flat else power * decade
+        fitting = [place for place in (("low", "raised") if flat else ("slope",))
+                   if start > ends[place]]  # fmt: skip
+        if fitting:
+            ends[fitting[0]] = start + width
+            at = {plane.x: point[plane.x], plane.rate: point[plane.roof]}
+            labels.append(at | {"place": fitting[0], "label": text})
     return labels
 
 
