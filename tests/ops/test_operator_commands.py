@@ -182,23 +182,26 @@ def test_a_line_for_each_implementation():
         return {
             "implementation": name, "provider": "torch", "pass": pass_, "status": "ok",
             "reason": None, "time_ms_p50": ms, "tflops": None, "gb_per_s": 100.0,
-            "max_abs_error": 1e-3,
+            "max_abs_error": 1e-3, "dtype": "bfloat16", "precision": "",
         } | changes  # fmt: skip
 
     rows = [
         row("plain", "forward", 2.0), row("plain", "backward", 4.0),
-        row("ours", "forward", 1.0, tflops=5.0), row("ours", "backward", 2.0, max_abs_error=2e-3),
+        row("ours", "forward", 1.0, tflops=494.7), row("ours", "backward", 2.0, max_abs_error=2e-3),
         row("half", "forward", 1.0), row("half", "backward", None, status="oom", reason="too big"),
+        row("wide", "forward", 1.0, tflops=5.0, dtype="float32"), row("wide", "backward", 2.0),
         row("not", "forward", None, status="unsupported", reason="not here"),
         row("not", "backward", None, status="unsupported", reason="not here"),
     ]  # fmt: skip
-    plain, ours, half, refused = bench.lines(
-        rows, ["plain", "ours", "half", "not"], ["forward", "backward"]
-    )
-    assert plain[2:] == ["2000", "4000", "100 GB/s", "1.00×", "1.0e-03", ""]
-    assert ours[2:] == ["1000", "2000", "5 TFLOP/s", "2.00×", "2.0e-03", ""]
-    assert half[2:] == ["1000", "", "100 GB/s", "", "1.0e-03", "oom: too big"]
-    assert refused[2:] == ["", "", "", "", "", "not here"]
+    names, passes = ["plain", "ours", "half", "wide", "not"], ["forward", "backward"]
+    h200 = devices.datasheet("NVIDIA H200")
+    plain, ours, half, wide, refused = bench.lines(rows, names, passes, h200)
+    assert plain[2:] == ["2000", "4000", "100 GB/s", "2%", "1.00×", "1.0e-03", ""]
+    assert ours[2:] == ["1000", "2000", "494.7 TFLOP/s", "50%", "2.00×", "2.0e-03", ""]
+    assert half[2:] == ["1000", "", "100 GB/s", "2%", "", "1.0e-03", "oom: too big"]
+    assert wide[2:6] == ["1000", "2000", "5 TFLOP/s", ""]
+    assert refused[2:] == ["", "", "", "", "", "", "not here"]
+    assert bench.lines(rows, names, passes, None)[0][4:6] == ["100 GB/s", ""]
 
 
 def test_device_describes_a_gpu_and_its_implementations(declared, capsys):

@@ -18,20 +18,24 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from tnp.dispatch import devices
+from tnp.dispatch.devices import Datasheet
 from tnp.dispatch.registry import catalog, is_automatic
-from tnp.dispatch.spec import FLOATS, Call, Case, Operator, Problem
+from tnp.dispatch.spec import FLOATS, ITEMSIZE, Call, Case, Operator, Problem
 from tnp.util.cli import Parser, end_with, option, size, table
 
 PROGRAM = "python -m tnp.bench"
 TIMEOUT_S = 900.0
 COLUMNS = (
-    "implementation", "provider", "forward µs", "backward µs", "rate", "over {}", "max error", ""
+    "implementation", "provider", "forward µs", "backward µs", "rate", "of peak", "over {}",
+    "max error", "",
 )  # fmt: skip
 LEGEND = (
     "over {}: its time divided by the row's, over all timed passes. max error: the largest "
-    "absolute difference between an element of any result and float64"
+    "absolute difference between an element of any result and float64. of peak: the rate as a "
+    "share of the datasheet's, for operations in 16 bits or for memory"
 )
-NUMBERS = (2, 3, 4, 5, 6)  # columns
+NUMBERS = (2, 3, 4, 5, 6, 7)  # columns
 # Options have the same names for every operator. Recorded rows keep some operators' own names.
 SPELLED = {
     "heads": "n_heads",
@@ -164,8 +168,8 @@ def _measure(
     print(f"{problem} on {slug}\n")
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         print("Triton's interpreter runs our kernels here: their times say nothing about a GPU\n")
-    found = lines(rows, names, passes)
-    first = next((line[0] for line in found if line[5]), names[0])
+    found = lines(rows, names, passes, devices.datasheet(slug))
+    first = next((line[0] for line in found if line[6]), names[0])
     header = [column.format(first) for column in COLUMNS]
     print(table(header, found, NUMBERS))
     print(f"\n{LEGEND.format(first)}")
@@ -178,7 +182,6 @@ def _refused(
     operator: Operator, problem: Problem, names: list[str], passes: list[str]
 ) -> dict[str, str]:
     """Returns why each implementation cannot run on this CPU; {} if any of them might."""
-    from tnp.dispatch import devices
     from tnp.dispatch.selection import refuses
     from tnp.gates.results import wanted_of
 
@@ -195,8 +198,13 @@ def _refused(
     return found
 
 
-def lines(rows: list[dict[str, Any]], names: list[str], passes: list[str]) -> list[list[str]]:
-    """Returns a line of the table for each implementation, in the order of `names`."""
+def lines(
+    rows: list[dict[str, Any]], names: list[str], passes: list[str], sheet: Datasheet | None
+) -> list[list[str]]:
+    """Returns a line of the table for each implementation, in the order of `names`.
+
+    Without the datasheet of the rows' GPU no line has a share of the peak.
+    """
     found = {(row["implementation"], row["pass"]): row for row in rows}
     whole = {name: _whole([found[name, pass_] for pass_ in passes]) for name in names}
     first = next((name for name in names if whole[name] is not None), None)
@@ -215,6 +223,7 @@ def lines(rows: list[dict[str, Any]], names: list[str], passes: list[str]) -> li
             own[0]["provider"] or "",
             *(_microseconds(found.get((name, pass_))) for pass_ in ("forward", "backward")),
             _rate(timed[0]) if timed else "",
+            _share(timed[0], sheet) if timed and sheet else "",
             f"{speedup:.2f}×" if speedup else "",
             f"{max(row['max_abs_error'] for row in timed):.1e}" if timed else "",
             "; ".join(failed or unsettled),
@@ -238,6 +247,15 @@ def _rate(row: dict) -> str:
     if row["tflops"]:
         return f"{row['tflops']:.4g} TFLOP/s"
     return f"{row['gb_per_s']:.4g} GB/s"
+
+
+def _share(row: dict, sheet: Datasheet) -> str:
+    """Returns the share of the datasheet's rate, or "" for operations in other formats."""
+    if not row["tflops"]:
+        return f"{row['gb_per_s'] * 1e9 / sheet.bytes_per_s:.0%}"
+    if row["precision"] or ITEMSIZE[row["dtype"]] != 2:
+        return ""
+    return f"{row['tflops'] * 1e12 / sheet.flops_per_s:.0%}"
 
 
 if __name__ == "__main__":

@@ -3,10 +3,13 @@
 -- Each row has ours beside the fastest of the others. The operators are those around attention in
 -- the model, and some of language models and kernel exercises.
 --
--- `torch` is PyTorch's plain form, and `compiled` the same under `torch.compile`. `loop`, `bmm` and
--- `grouped_mm` are other ways that PyTorch can compute the heads. `addmm_activation` is cuBLAS with
--- GELU in its epilogue, which has no backward pass. `quack` and `liger` are packages.
+-- `torch` is PyTorch's plain form, and `eager` the formula in PyTorch's single operations. `compiled`
+-- is the plain form under `torch.compile`, and `compiled_autotuned` the same with its search for the
+-- fastest code. `loop`, `bmm` and `grouped_mm` are other ways that PyTorch can compute the heads.
+-- `addmm_activation` is cuBLAS with GELU in its epilogue, which has no backward pass. `quack` and
+-- `liger` are packages. `two_kernels` is our RMSNorm and then our SwiGLU.
 --
+-- The ceiling is the rate of a large matmul or of a memory copy on this GPU, whichever binds.
 -- Embedding and projections have gates and no benchmark of their own; the ablation times them. A
 -- row with evidence and without a ratio was not timed beside its fastest peer.
 -- [docs/limits.md](../docs/limits.md) has a case where `torch.compile` chose differently on two
@@ -19,6 +22,7 @@ select
     implementation as ours,
     time_ms as ms,
     tflops as "TFLOP/s",
+    format('{:.0f} %', 100 * share_of_roofline) as share_of_the_ceiling,
     others as "the_others,_ms",
     ratio_cell(speedup_best, speedup_best_low, speedup_best_high) as against_their_best,
     verdict_best as verdict,
