@@ -56,7 +56,7 @@ def test_a_row_for_each_contender_and_pass_has_every_column():
         assert set(row) | added == set(TABLES["ops"].names)
         assert row["problem"] == PROBLEM.json and row["draw"] == "{}"
         assert (row["provider"], row["rank"], row["role"]) == {
-            "torch": ("torch", 0, "baseline"), "triton": ("own", 2, "own")
+            "torch": ("torch", 0, "baseline"), "triton": ("own", 4, "own")
         }[name]  # fmt: skip
         assert row["gates"] == ("" if name == "torch" else "op--swiglu--triton")
         assert row["bytes"] == (3 if pass_ == "forward" else 5) * 6 * 40 * 4

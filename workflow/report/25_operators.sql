@@ -3,8 +3,8 @@
 -- Each row has ours beside the fastest of the others. The operators are those around attention in
 -- the model, and some of language models and kernel exercises.
 --
--- `torch` is PyTorch's plain form, and `eager` the formula in PyTorch's single operations. `compiled`
--- is the plain form under `torch.compile`, and `compiled_autotuned` the same with its search for the
+-- `torch` is PyTorch's plain form, and `eager` the formula in its single operations. `compiled` is
+-- the plain form under `torch.compile`, and `compiled_autotuned` the same with a search for the
 -- fastest code. `loop`, `bmm` and `grouped_mm` are other ways that PyTorch can compute the heads.
 -- `addmm_activation` is cuBLAS with GELU in its epilogue, which has no backward pass. `quack` and
 -- `liger` are packages. `two_kernels` is our RMSNorm and then our SwiGLU.
