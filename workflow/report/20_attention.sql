@@ -9,8 +9,8 @@
 -- packages FlashAttention-3 (forward only) and FlashAttention-4.
 --
 -- The ratio is the time of the fastest other over ours, in runs that timed both. TFLOP/s count 4 ·
--- tasks · heads · queries · keys · 64 operations forward, and 2.5 times as many backward. The ceiling
--- is the rate of a large matmul or of a memory copy on this GPU, whichever binds.
+-- tasks · heads · queries · keys · 64 operations forward, and 2.5 times as many backward. The
+-- ceiling is the rate of a large matmul or of a memory copy on this GPU, whichever binds.
 select
     device,
     pass,
