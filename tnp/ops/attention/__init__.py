@@ -186,7 +186,7 @@ OPERATOR = Operator(
             dispatches=("aten::_scaled_dot_product_efficient_attention",),
             selectable=False,
         ),
-        *compiled(torch_forms.reference, definition.WITH_LSE),
+        *compiled(torch_forms.reference, definition.WITH_LSE, selectable=False),
         Implementation(
             "separate",
             forward=FORWARD,
