@@ -25,6 +25,9 @@ ALL_FLOATS = (*FLOATS, "float64")  # taken by PyTorch's own forms
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 OWN = "own"  # the provider of our implementations
 EIGHT_BITS = 5  # the specification's phase of every implementation in 8 bits
+# Compute capabilities that the compile gate compiles every dtype for: 8.6 has the least shared
+# memory, 9.0 has all kernels. The others get bfloat16.
+EVERY_DTYPE_ON = (86, 90)
 
 Value = bool | int | float | str
 Pairs = tuple[tuple[str, Value], ...]
@@ -150,6 +153,17 @@ def triton_from(least: int) -> Support:
     return supported
 
 
+def lacks_shared(call: Call, needed: int) -> Reason:
+    """Returns why a GPU is refused whose blocks have fewer than `needed` bytes of shared memory."""
+    target = call.target
+    if target.kind != "cuda" or target.shared_bytes >= needed:
+        return None
+    return (
+        f"its kernel needs {needed / 1024:.0f} KB of shared memory, and a block of this GPU has "
+        f"{target.shared_bytes // 1024} KB"
+    )
+
+
 @dataclass(frozen=True)
 class Kernel:
     """Describes one way to launch an operation. It is defined beside the kernel's code.
@@ -178,7 +192,7 @@ class Kernel:
     nondeterministic: tuple[str, ...] = ()  # results whose sums have no fixed order
     # If it is None, or returns None for a call, no time is predicted.
     counts: Callable[[Call, Any], tuple[float, ...] | None] | None = None
-    # compute capabilities that the compile gate compiles it for
+    # compute capabilities that the compile gate compiles it for; 8.6 and 8.9 come with 8.0
     compiled_for: tuple[int, ...] = (80, 90, 100)
 
     def refuses(self, call: Call) -> Reason:

@@ -11,7 +11,7 @@ from typing import Any
 from tnp.dispatch import devices
 
 # Compute capability → target.
-TARGETS = {80: "sm_80", 90: "sm_90a", 100: "sm_100a"}
+TARGETS = {80: "sm_80", 86: "sm_86", 89: "sm_89", 90: "sm_90a", 100: "sm_100a"}
 
 # `ptxas -v` prints resources, and warns of wgmma that wait for one another (C7508 …).
 RESOURCES = re.compile(r"(\d+) bytes stack frame.*?Used (\d+) registers", re.DOTALL)

@@ -19,6 +19,7 @@ from tnp.dispatch import devices, tuned_tables
 from tnp.dispatch.devices import Target
 from tnp.dispatch.registry import catalog
 from tnp.dispatch.spec import (
+    EVERY_DTYPE_ON,
     FLOATS,
     ITEMSIZE,
     Call,
@@ -29,6 +30,8 @@ from tnp.dispatch.spec import (
     Problem,
 )
 
+# Capability → others with equal kernels, but less shared memory.
+LIKE = {80: (86, 89)}
 # Problems to draw for an entry of costs, until its kernel serves one.
 N_DRAWN = 100
 
@@ -64,16 +67,22 @@ def _capabilities(operator: Operator) -> list[int]:
     ours = catalog().ours(operator.name)
     operations = (one for own in ours for one in (own.forward, own.backward))
     kernels = [selection.kernels_of(one).values() for one in operations if one is not None]
-    return sorted({each for some in kernels for kernel in some for each in kernel.compiled_for})
+    return sorted({each for some in kernels for kernel in some for each in compiled_for(kernel)})
+
+
+def compiled_for(kernel: Kernel) -> set[int]:
+    """Returns the compute capabilities that a kernel is compiled for."""
+    named = kernel.compiled_for
+    return {*named, *(each for one in named for each in LIKE.get(one, ()))}
 
 
 def _of_cases(operator: Operator, target: Target) -> Iterable[Problem]:
     """Returns the gate's largest problem for each dtype and options.
 
-    bfloat16 stands for float16 too, which needs as many registers. float32 is compiled for one GPU
-    only: a thread has equally many registers on all GPUs.
+    bfloat16 stands for float16 too, which needs as many registers. float32 is compiled for
+    `EVERY_DTYPE_ON` alone: a thread has equally many registers on all GPUs.
     """
-    dtypes = ("bfloat16", "float32") if target.capability == 90 else ("bfloat16",)
+    dtypes = ("bfloat16", "float32") if target.capability in EVERY_DTYPE_ON else ("bfloat16",)
     largest: dict[tuple, Problem] = {}
     for case in operator.cases(target):
         if case.problem.dtype not in dtypes:
@@ -194,7 +203,7 @@ def _candidates(
 
     found = []
     for kernel in selection.kernels_of(operation).values():
-        if kernel.refuses(what) or what.target.capability not in kernel.compiled_for:
+        if kernel.refuses(what) or what.target.capability not in compiled_for(kernel):
             continue
         if forced is None or operation.name != forced[0]:
             found += [(kernel, one) for one in selection.forms(kernel, what)]

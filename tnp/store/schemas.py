@@ -328,7 +328,7 @@ TABLES: dict[str, pa.Schema] = {
         ],
         "kernels": [
             ("kernel", pa.string()),
-            ("target", pa.string()),  # "sm_80", "sm_90a", "sm_100a"
+            ("target", pa.string()),  # "sm_80", "sm_86", …, "sm_100a"
             ("dtype", pa.string()),
             ("launch_config", pa.string()),
             ("registers", pa.int32()),

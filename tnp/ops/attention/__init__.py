@@ -25,6 +25,7 @@ from tnp.dispatch.spec import (
     Operation,
     Operator,
     Reason,
+    lacks_shared,
     triton_from,
 )
 from tnp.ops._shared.declared import compiled
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
 __all__ = ["attention"]
 
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128, 192, 256)
+# Bytes of shared memory that the backward pass for few keys needs, where it needs more than 99 KB:
+# by the keys that it holds, bytes of an element, and head_dim.
+FEW_KEYS_BYTES = {(128, 2, 128): 110_592, (64, 4, 64): 106_496, (128, 4, 32): 114_688}
 _INFINITY = float("inf")
 _triton = triton_from(80)
 
@@ -125,6 +129,17 @@ def _ours(call: Call) -> Reason:
     return None
 
 
+def _fastest(call: Call) -> Reason:
+    """Returns why `separate` and `fused` cannot serve a call, or None."""
+    p = call.problem
+    few = all(name in (*definition.OPTIONS, "lse") for name, _ in p.options)
+    if (reason := _ours(call)) is not None or not (call.wanted and few):
+        return reason
+    held = next((block for block in (64, 128) if p["n_k"] <= block), p["n_k"])
+    needed = FEW_KEYS_BYTES.get((held, p.itemsize, p["head_dim"]), 0)
+    return lacks_shared(call, needed)
+
+
 def _operation(name: str, *kernels: str) -> Operation:
     return Operation(f"attention.{name}", tuple(f"{__name__}.{kernel}" for kernel in kernels))
 
@@ -191,11 +206,15 @@ OPERATOR = Operator(
             "separate",
             forward=FORWARD,
             backward=SEPARATE,
-            supported=_ours,
+            supported=_fastest,
             options=definition.WITH_LSE,
         ),
         Implementation(
-            "fused", forward=FORWARD, backward=FUSED, supported=_ours, options=definition.WITH_LSE
+            "fused",
+            forward=FORWARD,
+            backward=FUSED,
+            supported=_fastest,
+            options=definition.WITH_LSE,
         ),
         Implementation(
             "portable",

@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from tnp.dispatch.devices import Target
-from tnp.dispatch.spec import Case, Operator, Problem, Work
+from tnp.dispatch.spec import EVERY_DTYPE_ON, Case, Operator, Problem, Work
 from tnp.ops._shared.declared import numbers_out_of_range
 from tnp.ops.attention.torch_forms import LN_2, attend, softmax_scale, visible
 from tnp.util.checks import require_floats, require_one_device
@@ -306,14 +306,14 @@ _SIZES = ((1, 1100, 1000), (64, 1100, 1000), (1, 564, 128), (64, 564, 64), (1, 3
 def compiled(operator: Operator, target: Target) -> Iterable[Problem]:
     """Yields problems to compile kernels for, with 8 heads. Other sizes need no other kernels.
 
-    Compute capability 9.0, which has all kernels, gets every type, others the model's own type.
+    `EVERY_DTYPE_ON` gets every type, other capabilities the model's own type.
     Head_dims other than 64 come with many keys and with few keys, and every kind with many keys.
     """
     if target.capability < 80:  # only CUDA C++
         sizes = {"batch": 1, "n_heads": 8, "n_q": 2048, "n_k": 2048}
         yield from (operator.problem("float16", **sizes, head_dim=n) for n in (64, 128))
         return
-    types = _TYPES if target.capability == 90 else _TYPES[:2]
+    types = _TYPES if target.capability in EVERY_DTYPE_ON else _TYPES[:2]
     for dtype, head_dim, options in types:
         for batch, n_q, n_k in _SIZES if head_dim == 64 else _SIZES[1:3]:
             sizes = {"batch": batch, "n_heads": 8, "n_q": n_q, "n_k": n_k, "head_dim": head_dim}

@@ -9,7 +9,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tnp.dispatch.devices import Target
-from tnp.dispatch.spec import Call, Case, Operator, Problem, Reason, Work, triton_from
+from tnp.dispatch.spec import (
+    EVERY_DTYPE_ON,
+    Call,
+    Case,
+    Operator,
+    Problem,
+    Reason,
+    Work,
+    lacks_shared,
+    triton_from,
+)
 from tnp.ops._shared.declared import numbers_out_of_range
 from tnp.ops.attention import cases as of_attention
 from tnp.ops.attention.definition import SCALE
@@ -24,6 +34,7 @@ TAKEN = ("all_rows", "base2", "n_groups", "n_keys")  # options that every implem
 BLOCK_N = 64  # keys of a block
 MOST_BLOCKS = 4  # blocks that the kernels keep on chip
 HEAD_DIMS = (16, 32, 64)
+FLOAT32_BYTES = 139_264  # of shared memory, with the most blocks
 FLOAT32_HEAD_DIMS = (32,)  # on a GPU, where other tiles spill or do not fit shared memory
 _triton = triton_from(80)
 
@@ -172,7 +183,7 @@ def supported(call: Call) -> Reason:
     if p["head_dim"] not in head_dims:
         taken = ", ".join(map(str, head_dims))
         return f"it takes head_dim {taken} in {p.dtype}, not {p['head_dim']}"
-    return None
+    return lacks_shared(call, FLOAT32_BYTES) if narrow else None
 
 
 def condition(operator: Operator, case: Case, inputs: Mapping) -> dict[str, float]:
@@ -313,7 +324,7 @@ def compiled(operator: Operator, target: Target) -> Iterable[Problem]:
     points = 64, 128
     found = [problem(m, n, n_keys=True) for m in points for n in points]
     found += [problem(64, 128, base2=True), problem(64, 128, batch=1)]
-    if target.capability == 90:
+    if target.capability in EVERY_DTYPE_ON:
         for dtype, head_dims in (("bfloat16", (16, 32)), ("float32", FLOAT32_HEAD_DIMS)):
             found += [problem(128, 128, dtype, one, n_keys=True) for one in head_dims]
         found.append(problem(64, 128, "float16", n_keys=True))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from tnp.dispatch.spec import (
     ALL_FLOATS,
+    EVERY_DTYPE_ON,
     Budget,
     Case,
     Implementation,
@@ -169,7 +170,7 @@ def cases(target) -> list[Case]:
 def compiled(target) -> Iterator[Problem]:
     """Yields problems to compile: with so many rows that z is saved, and with few rows."""
     sizes = {"d_model": 512, "d_ff": 1408, "n_components": 10, "n_outputs": N_OUTPUTS}
-    for dtype in ("bfloat16", "float32") if target.capability == 90 else ("bfloat16",):
+    for dtype in ("bfloat16", "float32") if target.capability in EVERY_DTYPE_ON else ("bfloat16",):
         for rows in (2, 32_000):
             yield OPERATOR.problem(dtype, rows=rows, **sizes)
 

@@ -15,6 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from tnp.dispatch.spec import (
+    EVERY_DTYPE_ON,
     Budget,
     Case,
     Implementation,
@@ -22,6 +23,7 @@ from tnp.dispatch.spec import (
     Operator,
     Problem,
     Work,
+    lacks_shared,
     triton_from,
 )
 from tnp.ops._shared.declared import by_pytorch, by_triton, in_8_bits, width_in_8_bits
@@ -140,7 +142,7 @@ def cases(target) -> list[Case]:
 
 def compiled(target) -> Iterator[Problem]:
     """Yields problems to compile: rows whose hidden layer is saved, and more rows."""
-    for dtype in ("bfloat16", "float32") if target.capability == 90 else ("bfloat16",):
+    for dtype in ("bfloat16", "float32") if target.capability in EVERY_DTYPE_ON else ("bfloat16",):
         for rows in (44_000, 70_000):
             yield OPERATOR.problem(dtype, rows=rows, d_model=512, d_ff=1408)
 
@@ -155,9 +157,12 @@ def within(model, run):
 def _single(call):
     """Returns why `single` cannot serve a call: Triton is missing, or D does not fit. Else None."""
     d = call.problem["d_model"]
-    if (reason := triton_from(80)(call)) is not None or (MIN_D <= d <= MAX_D and d & (d - 1) == 0):
+    if (reason := triton_from(80)(call)) is not None:
         return reason
-    return f"D is {d}: it takes a power of two from {MIN_D} to {MAX_D}"
+    if not MIN_D <= d <= MAX_D or d & (d - 1):
+        return f"D is {d}: it takes a power of two from {MIN_D} to {MAX_D}"
+    # Tiles of both weights, two stages of each: 132 KB at D = 512 in 16 bits.
+    return lacks_shared(call, 264 * d) if call.problem.itemsize == 2 else None
 
 
 def _in_8_bits(call):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from tnp.dispatch.registry import LAYERS, catalog, is_automatic
 from tnp.dispatch.spec import (
+    EVERY_DTYPE_ON,
     Budget,
     Call,
     Case,
@@ -233,7 +234,7 @@ def compiled(target) -> Iterator[Problem]:
     if target.capability >= 80:
         sizes = {"batch": 64, "rows": 564, "d_model": 512, "d_ff": 1408, "n_heads": 8}
         yield OPERATOR.problem("bfloat16", **sizes, n_q=564, n_k=64, update=True)
-        if target.capability == 90:
+        if target.capability in EVERY_DTYPE_ON:
             yield OPERATOR.problem("bfloat16", **sizes, n_q=564, n_k=64, update=True, mlp="e4m3")
 
 
