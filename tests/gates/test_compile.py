@@ -10,8 +10,9 @@ from textwrap import dedent
 
 import pytest
 
-from tnp.dispatch import tuned_tables
+from tnp.dispatch import devices, tuned_tables
 from tnp.dispatch.registry import catalog
+from tnp.dispatch.spec import Call
 from tnp.gates import blocked, kept, kernels, launches, run_gate
 from tnp.gates import compile as compilation
 from tnp.gates.compile_job import TARGETS
@@ -148,6 +149,36 @@ def test_every_kernel_compiles_for_every_target_as_it_should():
     bad = [row for row in rows if any(value > most for _, value, most in compilation.faults(row))]
     assert not bad, "\n".join(map(str, bad))
     assert all(row["registers"] > 0 for row in rows)
+
+
+FEW_KEYS = {"batch": 2, "n_heads": 2, "n_q": 40, "n_k": 100, "head_dim": 128}
+NARROW = {"rows": 4, "width": 1024, "n_out": 64}
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "sizes", "wanted", "needed"),
+    [
+        ("attention", "fused", FEW_KEYS, ("q",), "108 KB"),
+        ("attention", "fused", FEW_KEYS, (), None),
+        ("attention", "fused", FEW_KEYS | {"causal": True}, ("q",), None),
+        ("attention", "fused", FEW_KEYS | {"n_k": 200}, ("q",), None),
+        ("attention", "portable", FEW_KEYS, ("q",), None),
+        ("mlp", "single", {"rows": 4, "d_model": 512, "d_ff": 64}, (), "132 KB"),
+        ("mlp", "single", {"rows": 4, "d_model": 256, "d_ff": 64}, (), None),
+        ("rms_norm_linear", "triton", NARROW, (), "148 KB"),
+        ("rms_norm_linear", "triton", NARROW | {"width": 512}, (), None),
+        ("rms_norm_linear", "triton", NARROW | {"width": 512, "rows": 17}, (), "148 KB"),
+    ],
+)
+def test_what_needs_more_shared_memory_than_8_6_has_is_refused(op, name, sizes, wanted, needed):
+    operator = catalog().operator(op)
+    problem = operator.problem("bfloat16", **sizes)
+    found = next(one for one in operator.implementations if one.name == name)
+    small, large = (
+        found.refuses(Call(problem, devices.of_capability(each), wanted)) for each in (86, 80)
+    )
+    assert large is None
+    assert small is None if needed is None else needed in small and "this GPU has 99 KB" in small
 
 
 @pytest.fixture(scope="module")

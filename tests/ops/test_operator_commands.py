@@ -210,6 +210,7 @@ def test_device_describes_a_gpu_and_its_implementations(declared, capsys):
     said = capsys.readouterr().out
     for part in ("compute capability 8.0", "163 KB", "108 multiprocessors", "312 TFLOP/s"):
         assert part in said
+    assert "cp.async yes, e4m3 no, TMA no" in said
     line = next(line for line in said.splitlines() if "own" in line)
     assert line.split()[:4] == ["swiglu", "triton", "own", "yes"]
     assert "forward triton, backward triton" in line
@@ -232,7 +233,7 @@ def test_a_capability_that_is_none_is_one_sentence(text, capsys):
     assert " 8.6, " in said
 
 
-@pytest.mark.parametrize("text", ["86", "8.6"])
+@pytest.mark.parametrize("text", ["86", "8.6", "sm_86"])
 def test_device_names_autos_choice_where_only_pytorch_serves(declared, text, capsys):
     declared()
     assert device.main(["--capability", text]) == 0
@@ -244,10 +245,30 @@ def test_device_names_autos_choice_where_only_pytorch_serves(declared, text, cap
     assert ours[:5] == ["swiglu", "triton", "own", "yes", "forward"]
 
 
+def test_device_shows_tiles_and_what_no_gate_compiles():
+    operators = registry.catalog().operators
+
+    def rows(op: str, capability: int) -> dict[str, tuple[str, ...]]:
+        target = devices.of_capability(capability)
+        return {row[1]: row[3:] for row in device.answers(operators[op], target)}
+
+    assert rows("attention", 86)["portable"][2].startswith("portable_forward 128×64, ")
+    assert rows("attention", 75)["portable"][0] == "no"
+    assert rows("swiglu", 120)["triton"] == (
+        "?",
+        "",
+        "",
+        "no gate compiles swiglu.forward for 12.0",
+    )
+    assert rows("mlp", 89)["single"] == (
+        "no", "", "", "its kernel needs 132 KB of shared memory, and a block of this GPU has 99 KB"
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("op", list(registry.catalog().operators))
 def test_ours_run_on_a_cpu_or_ask_for_a_gpu(op):
     operator = registry.catalog().operator(op)
-    for _, name, provider, runs, auto, note in device.answers(operator, devices.CPU):
+    for _, name, provider, runs, auto, _, note in device.answers(operator, devices.CPU):
         if provider == "own":
             assert (runs == "yes" or "CUDA" in note) and not auto, name
 
@@ -258,8 +279,8 @@ def test_device_asks_kernels_too(declared, monkeypatch):
     refuses = replace(triton_swiglu.BACKWARD, supported=lambda call: "too wide")
     monkeypatch.setattr(triton_swiglu, "BACKWARD", refuses)
     rows = {row[1]: row[3:] for row in device.answers(declared(), devices.named("H200"))}
-    assert rows["triton"][::2] == ("no", "swiglu.backward: too wide")
-    assert rows["torch"] == ("yes", "", "")
+    assert (rows["triton"][0], rows["triton"][-1]) == ("no", "swiglu.backward: too wide")
+    assert rows["torch"] == ("yes", "", "", "")
 
 
 def test_device_takes_the_first_problem_of_the_tuned_table(declared, monkeypatch):
@@ -273,7 +294,7 @@ def test_device_takes_the_first_problem_of_the_tuned_table(declared, monkeypatch
     monkeypatch.setattr(tuned_tables, "of_target", lambda target: entries)
     monkeypatch.setattr(tuned_tables, "_find", lambda target, of, *_: [ours] * (of == "swiglu"))
     rows = {row[1]: row[3:] for row in device.answers(operator, devices.named("H200"))}
-    assert rows["narrow"] == ("no", "", "width 77")
+    assert rows["narrow"] == ("no", "", "", "width 77")
     assert rows["triton"][1] == "tuned"
 
 
@@ -296,7 +317,7 @@ def test_device_does_not_ask_other_packages_unless_told(declared, monkeypatch):
     assert device._answer(operator, theirs, problem, target, False)[0] == "?"
     assert asked == []
     answer = device._answer(operator, theirs, problem, target, True)
-    assert answer == ("no", "ImportError: broken") and asked == ["triton"]
+    assert answer == ("no", "", "ImportError: broken") and asked == ["triton"]
 
 
 def test_an_unknown_gpu_is_one_sentence(capsys):

@@ -71,6 +71,9 @@ CAPABILITIES = (
     *(50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 89, 90),
     *(100, 101, 103, 110, 120, 121),
 )
+# What GPUs can do in hardware, and the first compute capability that can: asynchronous copies to
+# shared memory, tensor cores for 8 bits, and copies of whole tiles.
+FEATURES = {"cp.async": 80, "e4m3": 89, "TMA": 90}
 SMALLEST_SHARED = 48 * KB
 CPU, INTERPRETER = Target("cpu"), Target("interpreter")
 

@@ -3,10 +3,12 @@
     python -m tnp.tuning.device
     python -m tnp.tuning.device --gpu "NVIDIA A100"
     python -m tnp.tuning.device --capability 7.5
+    python -m tnp.tuning.device --capability sm_86
 
 Each answer is for one problem: the first in the GPU's tuned table, or else the first case of the
 operator's gate. Column "auto" says why "auto" chooses an implementation, and is empty for the
-others. --load imports implementations of other packages and asks them too.
+others. Column "tiles" has the blocks of the kernels that would run. --load imports implementations
+of other packages and asks them too.
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ from dataclasses import replace
 
 from tnp.dispatch.devices import Target
 from tnp.dispatch.registry import AUTO, Listed, catalog
-from tnp.dispatch.spec import Call, Case, Operator, Problem
-from tnp.dispatch.tuned_tables import Choice
+from tnp.dispatch.spec import Call, Case, Implementation, Operator, Problem
+from tnp.dispatch.tuned_tables import Choice, as_json
 from tnp.util.cli import Parser, end_with, table
 from tnp.util.extras import MissingExtra
 
-HEADER = ("operator", "implementation", "provider", "runs", AUTO, "")
+OLDEST = 80  # the compute capability from which on Triton kernels run
+HEADER = ("operator", "implementation", "provider", "runs", AUTO, "tiles", "")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m tnp.tuning.device", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--capability", type=capability, metavar="7.5",
-                       help="a GPU of which only the compute capability is known")  # fmt: skip
+    which.add_argument("--capability", type=capability, metavar="8.6",
+                       help="a compute capability or architecture, as 8.6 or sm_86")  # fmt: skip
     which.add_argument("--gpu", metavar="NAME", help="a GPU by its product name")
     parser.add_argument("--load", action="store_true", help="import other packages' and ask them")
     given = parser.parse_args(arguments)
@@ -55,10 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def capability(text: str) -> int:
-    """Returns a compute capability, "8.6" or "86", as 86."""
+    """Returns a compute capability as a number: 86 for "8.6", "86" or "sm_86", 90 for "sm_90a"."""
     from tnp.dispatch import devices
 
-    known = {form: one for one in devices.CAPABILITIES for form in (str(one), str(one / 10))}
+    known = {
+        form: one
+        for one in devices.CAPABILITIES
+        for form in (str(one), str(one / 10), f"sm_{one}", f"sm_{one}a")
+    }
     if text not in known:
         choices = ", ".join(str(one / 10) for one in devices.CAPABILITIES)
         raise argparse.ArgumentTypeError(
@@ -96,6 +103,7 @@ def _here() -> Target:
 def about(target: Target, name: str) -> Iterator[str]:
     """Yields lines about a device, and about the choices of "auto" there."""
     from tnp.dispatch import devices, tuned_tables
+    from tnp.dispatch.devices import FEATURES
 
     if target.kind != "cuda":
         yield {"cpu": "no NVIDIA GPU: a CPU", "interpreter": "Triton's interpreter"}[target.kind]
@@ -111,8 +119,14 @@ def about(target: Target, name: str) -> Iterator[str]:
             f"by its datasheet {sheet.flops_per_s / 1e12:.4g} TFLOP/s of dense 16-bit products, "
             f"{sheet.bytes_per_s / 1e12:.4g} TB/s of device memory"
         )
+    has = (f"{name} {_yes(target.capability >= least)}" for name, least in FEATURES.items())
+    yield ", ".join(has)
     if not tuned_tables.of_target(target):
         yield _by_default(target)
+
+
+def _yes(true: bool) -> str:
+    return "yes" if true else "no"
 
 
 def _by_default(target: Target) -> str:
@@ -121,10 +135,15 @@ def _by_default(target: Target) -> str:
 
     if target.capability in tuned_tables.OURS_ON:
         return 'nothing was measured on such a GPU: "auto" takes ours where they run'
+    measured = 'nothing was measured on such a GPU: "auto" takes PyTorch\'s operators, if they run'
+    if target.capability < OLDEST:
+        return (
+            f"{measured}. Our Triton kernels need {OLDEST / 10}. By name run attention "
+            "'reference', and the CUDA C++ of ./lab without gradients"
+        )
     return (
-        'nothing was measured on such a GPU: "auto" takes PyTorch\'s operators, if they run. '
-        "Below 8.0, only attention 'reference' runs, by its name. Ours run by name where the table "
-        'says yes. python -m tnp.tuning times them on the GPU; "auto" then takes the fastest'
+        f"{measured}. Ours run by name where the table says yes. python -m tnp.tuning times them "
+        'on the GPU; "auto" then takes the fastest'
     )
 
 
@@ -134,9 +153,9 @@ def answers(operator: Operator, target: Target, load: bool = False) -> Iterator[
     chosen = problem and _chosen(operator, problem, target)
     for name in catalog().names(operator.name):
         listed = catalog().listed(operator.name, name)
-        runs, note = _answer(operator, listed, problem, target, load)
+        runs, tiles, note = _answer(operator, listed, problem, target, load)
         by = chosen.source if chosen and chosen.name == name else ""
-        yield operator.name, name, listed.provider, runs, by, note
+        yield operator.name, name, listed.provider, runs, by, tiles, note
 
 
 def _chosen(operator: Operator, problem: Problem, target: Target) -> Choice | None:
@@ -168,41 +187,64 @@ def first_problem(operator: Operator, target: Target) -> Problem | None:
 
 def _answer(
     operator: Operator, listed: Listed, problem: Problem | None, target: Target, load: bool
-) -> tuple[str, str]:
-    """Returns "yes", "no" or "?", and the reason or the kernels."""
+) -> tuple[str, str, str]:
+    """Returns "yes", "no" or "?"; the tiles of its kernels; and the reason or the kernels."""
     from tnp.gates.results import wanted_of
 
     if problem is None:
-        return "?", "the operator has no problem for this device"
+        return "?", "", "the operator has no problem for this device"
     if listed.missing:
-        return "no", listed.missing
+        return "no", "", listed.missing
     if listed.entry is not None and not load:
-        return "?", "installed; --load asks it"
+        return "?", "", "installed; --load asks it"
     try:
         found = listed.implementation
     except Exception as error:  # a failed import is the answer
-        return "no", " ".join(f"{type(error).__name__}: {error}".split())
+        return "no", "", " ".join(f"{type(error).__name__}: {error}".split())
     if problem.dtype not in found.dtypes:  # of one it takes: the dtype is the problem's own
         problem = replace(problem, dtype=found.dtypes[0])
     wanted = wanted_of(operator, found, Case(problem))
     call = Call(problem, target, wanted)
     reason = found.refuses(call)
     if reason is not None:
-        return "no", reason
-    kernels = []
-    for operation in (found.forward, found.backward if wanted else None):
-        if operation is not None:
-            from tnp.dispatch.selection import kernels_of
+        return "no", "", reason
+    if found.forward is None:
+        return "yes", "", "" if wanted or not operator.differentiated else "forward only"
+    return _by_kernels(operator, found, call)
 
-            here = kernels_of(operation).values()
-            refused = {kernel.name: kernel.refuses(call) for kernel in here}
-            able = [kernel for kernel, why in refused.items() if why is None]
-            if not able:
-                return "no", f"{operation.name}: {next(iter(refused.values()))}"
-            kernels.append(f"{operation.name.rpartition('.')[2]} {' or '.join(able)}")
-    if not kernels and not wanted and operator.differentiated:
-        kernels.append("forward only")
-    return "yes", ", ".join(kernels)
+
+def _by_kernels(operator: Operator, found: Implementation, call: Call) -> tuple[str, str, str]:
+    """Returns the answer for an implementation of kernels that does not refuse the call."""
+    from tnp.dispatch.selection import choose_kernel, kernels_of
+    from tnp.gates.launches import compiled_for
+
+    kernels, tiles, saves = [], [], None
+    for operation in (found.forward, found.backward if call.wanted else None):
+        if operation is None:
+            continue
+        refused = {kernel: kernel.refuses(call) for kernel in kernels_of(operation).values()}
+        able = [kernel for kernel, reason in refused.items() if reason is None]
+        if not able:
+            return "no", "", f"{operation.name}: {next(iter(refused.values()))}"
+        capability = call.target.capability
+        tried = any(capability in compiled_for(kernel) for kernel in able)
+        if call.target.kind == "cuda" and not tried:
+            return "?", "", f"no gate compiles {operation.name} for {capability / 10}"
+        short = operation.name.rpartition(".")[2]
+        kernels.append(f"{short} {' or '.join(kernel.name for kernel in able)}")
+        kernel, choice = choose_kernel(operation, operator, call, saves)
+        saves = kernel.saves
+        if blocks := _blocks(choice.config):
+            tiles.append(f"{short} {blocks}")
+    return "yes", ", ".join(tiles), ", ".join(kernels)
+
+
+def _blocks(config: object) -> str:
+    """Returns the sizes of a configuration's tiles, "128×64" or "64×32 + 32×64", or ""."""
+    content = as_json(config)
+    named = content if isinstance(content, dict) else {}
+    own = "×".join(str(size) for name, size in named.items() if name.startswith("block"))
+    return " + ".join(filter(None, (own, *map(_blocks, named.values()))))
 
 
 if __name__ == "__main__":
