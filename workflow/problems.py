@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 INSTALLED = "installed"  # stands for whatever other packages bring
 OURS = "ours"  # stands for all that launches our kernels
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # dtypes in names of problems
-SECTIONS = ("shapes", "at", "problems")  # of an entry of `ops`, at least one of which it has
+# The keys of an entry of `ops` that name its problems. It has at least one of them.
+SECTIONS = ("shapes", "at", "problems", "suite")
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,9 @@ def of_operator(config: Config, op: str, spec: Any, dtype: str) -> Iterator[Name
     """Yields the problems that an entry of a study of operators asks for.
 
     `shapes` are steps of the neural process. `at` are runs of language models, as in
-    "llama3_8b/train", which may say how values are drawn. `problems` are sizes by a name. Each
-    stands once for each of the entry's `dtypes`, which its name then ends with, or once in `dtype`.
+    "llama3_8b/train", which may say how values are drawn. `problems` are sizes by a name. `suite`
+    asks for the operator's own suite. Each problem stands once for each of the entry's `dtypes`,
+    which its name then ends with, or once in `dtype`.
 
     Raises:
         ValueError: a sentence that names what cannot be.
@@ -78,6 +80,11 @@ def _in_dtype(config: Config, op: str, spec: Any, dtype: str) -> Iterator[Named]
         yield Named(at, problem, values.get("draw", {}))
     for name, sizes in (getattr(spec, "problems", None) or {}).items():
         yield Named(name, operator.problem(dtype, **sizes))
+    if getattr(spec, "suite", False):
+        own = operator.suite(dtype)
+        if not own:
+            raise ValueError(f"{op} has no suite in {dtype}: name its sizes under `problems`")
+        yield from map(Named, own, own.values())
 
 
 def implementations(op: str, named: Iterable[str]) -> list[str]:

@@ -369,6 +369,8 @@ class Operator:
     )
     within: Callable[[Mapping, Mapping], Problem | None] = lambda model, run: None
     compiled: Callable[[Target], Iterable[Problem]] | None = None  # None: problems of its cases
+    # Problems in a dtype by which other libraries compare it, by a name: see `tnp.bench --suite`.
+    suite: Callable[[str], Mapping[str, Problem]] = lambda dtype: {}
     # Options that a table's entry must share, and sizes that its costs depend on.
     fixed: tuple[str, ...] = ()
     # (random.Random, dtype) → a problem that `tnp.tuning.fit_costs` times.

@@ -24,6 +24,7 @@ class Sizes(Section):
     shapes: settings.Names = []
     at: settings.Names = []
     problems: settings.some(settings.Free) = ABSENT
+    suite: bool = False
     implementations: settings.SomeNames
 
 

@@ -261,6 +261,7 @@ OPERATOR = Operator(
     controls_of=cases.CONTROLS_OF,
     within=lambda model, run: definition.within(OPERATOR, model, run),
     compiled=lambda target: definition.compiled(OPERATOR, target),
+    suite=lambda dtype: definition.suite(OPERATOR, dtype),
     fixed=("head_dim", "causal", "window"),
     random_problem=lambda random, dtype: definition.random_problem(OPERATOR, random, dtype),
 )

@@ -303,6 +303,22 @@ _KINDS = (
 _SIZES = ((1, 1100, 1000), (64, 1100, 1000), (1, 564, 128), (64, 564, 64), (1, 3300, 3000))
 
 
+def suite(operator: Operator, dtype: str) -> dict[str, Problem]:
+    """Returns problems of a widespread suite of attention kernels, by name.
+
+    The suite has float16 and float32.
+    """
+    sizes = ((1, 8, 512, 64), (4, 32, 1024, 64), (8, 32, 2048, 128))
+    return {
+        f"b{batch}_h{heads}_l{n}_d{head_dim}{'_causal' * causal}": operator.problem(
+            dtype, batch=batch, n_heads=heads, n_q=n, n_k=n, head_dim=head_dim, causal=causal
+        )
+        for causal in (False, True)
+        for batch, heads, n, head_dim in sizes
+        if dtype in ("float16", "float32")
+    }
+
+
 def compiled(operator: Operator, target: Target) -> Iterable[Problem]:
     """Yields problems to compile kernels for, with 8 heads. Other sizes need no other kernels.
 
