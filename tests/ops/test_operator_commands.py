@@ -1,5 +1,6 @@
 """Tests what `python -m tnp.bench` and `python -m tnp.tuning.device` say and start."""
 
+import math
 import os
 import subprocess
 import sys
@@ -12,7 +13,8 @@ import torch
 
 from tests.bench.configurations import TIMING
 from tnp.bench import __main__ as bench
-from tnp.bench import isolate, process, provenance
+from tnp.bench import closeness, compare, isolate, process, provenance
+from tnp.bench.comparison import Comparison
 from tnp.bench.measure import measure_op
 from tnp.bench.policy import Policy
 from tnp.dispatch import devices, registry
@@ -100,6 +102,7 @@ def test_options_are_part_of_the_problem(declared, monkeypatch, capsys):
     monkeypatch.setattr(isolate, "run_isolated", run_isolated)
     monkeypatch.setattr(bench, "lines", lambda *_: [])
     chosen = ["--window", "7", "--kind", "b", "--implementations", "any", "--iters", "12"]
+    chosen += ["--warmup", "0.5"]
     assert bench.main(["swiglu", *SIZES, *chosen]) == 1
     (parameters,) = asked
     problem = OPERATOR.problem("float32", rows=6, width=40).json
@@ -107,7 +110,8 @@ def test_options_are_part_of_the_problem(declared, monkeypatch, capsys):
         '"op":"swiglu"', '"op":"swiglu","options":{"kind":"b","window":7}'
     )
     assert list(parameters["implementations"]) == ["any"]
-    assert Policy.from_parameters(parameters["timing"]).min_samples == 12
+    timing = Policy.from_parameters(parameters["timing"])
+    assert (timing.min_samples, timing.warmup_s) == (12, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +123,10 @@ def test_options_are_part_of_the_problem(declared, monkeypatch, capsys):
         (["swiglu", "--rows", "0", "--width", "4"], "'0' must be a whole number, at least 1"),
         (["swiglu", *SIZES, "--implementations", "ligre"], "unknown implementation 'ligre'"),
         (["rope", *ODD_ROPE], "head_dim is 7: it must be even, for pairs of elements"),
+        (["swiglu", *SIZES, "--warmup", "-1"], "'-1' must be a number of seconds, at least 0"),
+        (["swiglu", *SIZES, "--suite"], "unknown option --suite"),
+        (["attention", "--suite", "--batch", "3"], "its own sizes and options: leave out batch"),
+        (["attention", "--suite", "--dtype", "bfloat16"], "the suite has no bfloat16"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(arguments, said, capsys):
@@ -128,14 +136,23 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(arguments, said, capsys):
     assert said in sentence(capsys)
 
 
-def test_implementations_are_timed_or_say_why_not(declared, monkeypatch, capsys):
-    """It times in this process, for too short a time to believe the numbers."""
+@pytest.fixture
+def here(monkeypatch):
+    """Measures in this process on the CPU, for too short a time to believe the numbers."""
 
     def run_isolated(kind, parameters, timeout_s):
         return measure_op(parameters | {"timing": TIMING}, time.perf_counter())
 
+    def run_child(command, parameters, timeout_s):
+        assert command == ["tnp.bench.child", "closeness"]
+        return {"compared": closeness.measure_closeness(parameters)}
+
     monkeypatch.setattr(isolate, "run_isolated", run_isolated)
+    monkeypatch.setattr(process, "run_child", run_child)
     monkeypatch.setattr(provenance, "device_slug", lambda: "cpu")
+
+
+def test_implementations_are_timed_or_say_why_not(declared, here, capsys):
     declared(Implementation("elsewhere", run=OPERATOR.reference, supported=lambda _: "not here"))
     names = ["--implementations", "torch", "elsewhere"]
     assert bench.main(["swiglu", *SIZES, "--both", *names]) == 0
@@ -146,8 +163,75 @@ def test_implementations_are_timed_or_say_why_not(declared, monkeypatch, capsys)
     )
     name, provider, forward, backward, *rest = said[-4].split()
     assert (name, provider) == ("torch", "torch") and float(forward) > 0 and float(backward) > 0
-    assert "GB/s" in rest and "1.00×" in rest
+    assert "GB/s" in rest and "1.00×" in rest and "yes," in rest
     assert said[-3].split() == ["elsewhere", "own", "not", "here"]
+
+
+def test_compare_returns_rows_and_the_winner(declared, here):
+    slow = Implementation("slow", run=lambda *x: [OPERATOR.reference(*x) for _ in range(20)][0])
+    off = Implementation("off", run=lambda gate, up: OPERATOR.reference(gate, up) + 0.03125)
+    declared(slow, off)
+    found = compare(
+        "swiglu", rows=60, width=400, implementations=["slow", "own", "torch"], dtype="float32"
+    )
+    assert found.names == ("slow", "off", "torch") and set(found.times_ms) == {"slow", "torch"}
+    assert found.winner == "torch" and found.device == "cpu"
+    rows = {row["implementation"]: row for row in found.rows}
+    assert rows["slow"]["difference"] == 0 and rows["off"]["status"] == "error"
+
+
+def test_results_are_compared_with_pytorchs(declared):
+    off = Implementation("off", run=lambda gate, up: OPERATOR.reference(gate, 2 * up))
+    nothing = Implementation("nothing", run=lambda gate, up: gate * up * float("nan"))
+    operator = declared(off, nothing)
+    problem = operator.problem("float32", rows=6, width=40)
+    job = {"op": "swiglu", "problem": problem.json, "device": "cpu"}
+    job |= {
+        "passes": ["forward", "backward"],
+        "implementations": ["torch", "auto", "off", "nothing"],
+    }
+    rows = {(row["implementation"], row["pass"]): row["difference"]
+            for row in closeness.measure_closeness(job)}  # fmt: skip
+    for pass_ in job["passes"]:
+        assert rows["torch", pass_] == rows["auto", pass_] == 0
+        assert rows["off", pass_] > 0.1
+        assert math.isnan(rows["nothing", pass_])
+    assert bench._close([0.0, 1e-3]) == "yes, 1.0e-03" and bench._close([0.03]) == "no, 3.0e-02"
+    assert bench._close([float("nan")]).startswith("no") and bench._close([0.0, None]) == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"op": "swigloo"}, "unknown operator 'swigloo'"),
+        ({"op": "swiglu", "rows": 3}, "swiglu needs size 'width'"),
+        ({"op": "swiglu", "rows": 3, "width": 4, "dtype": "int8"}, "dtype is 'int8': choose from"),
+        ({"op": "swiglu", "rows": 3, "width": 4, "passes": ["both"]}, "passes is 'both': choose"),
+        ({"op": "swiglu", "rows": 3, "width": 4, "warmup_s": -1}, "warmup_s is -1: it must be"),
+        ({"op": "swiglu", "rows": 3, "width": 4, "iters": 0}, "it must be at least 1"),
+    ],
+)
+def test_compare_refuses_in_one_sentence(arguments, said):
+    op, rest = arguments["op"], {name: x for name, x in arguments.items() if name != "op"}
+    with pytest.raises(ValueError, match=said):
+        compare(op, **rest)
+
+
+def test_a_suite_times_each_of_its_problems(here, monkeypatch, capsys):
+    small = registry.catalog().operator("attention")
+    sizes = {"batch": 1, "n_heads": 2, "n_q": 8, "n_k": 8, "head_dim": 16}
+
+    def suite(dtype):
+        return {} if dtype == "bfloat16" else {"tiny": small.problem(dtype, **sizes)}
+
+    known = registry.catalog().operators
+    monkeypatch.setitem(known, "attention", replace(small, suite=suite))
+    arguments = ["attention", "--suite", "--implementations", "reference"]
+    assert bench.main([*arguments, "--dtype", "float32"]) == 0
+    assert capsys.readouterr().out.count("implementation ") == 1
+    assert bench.main(arguments) == 0
+    said = capsys.readouterr().out
+    assert said.index("attention float16 ") < said.index("attention float32 ")
 
 
 def test_an_implementation_that_needs_a_gpu_waits_for_nothing(monkeypatch, capsys):
@@ -182,26 +266,29 @@ def test_a_line_for_each_implementation():
         return {
             "implementation": name, "provider": "torch", "pass": pass_, "status": "ok",
             "reason": None, "time_ms_p50": ms, "tflops": None, "gb_per_s": 100.0,
-            "max_abs_error": 1e-3, "dtype": "bfloat16", "precision": "",
+            "max_abs_error": 1e-3, "difference": 2e-3, "precision": "",
         } | changes  # fmt: skip
 
     rows = [
         row("plain", "forward", 2.0), row("plain", "backward", 4.0),
         row("ours", "forward", 1.0, tflops=494.7), row("ours", "backward", 2.0, max_abs_error=2e-3),
-        row("half", "forward", 1.0), row("half", "backward", None, status="oom", reason="too big"),
-        row("wide", "forward", 1.0, tflops=5.0, dtype="float32"), row("wide", "backward", 2.0),
+        row("half", "forward", 1.0, difference=None),
+        row("half", "backward", None, status="oom", reason="too big"),
         row("not", "forward", None, status="unsupported", reason="not here"),
         row("not", "backward", None, status="unsupported", reason="not here"),
     ]  # fmt: skip
-    names, passes = ["plain", "ours", "half", "wide", "not"], ["forward", "backward"]
-    h200 = devices.datasheet("NVIDIA H200")
-    plain, ours, half, wide, refused = bench.lines(rows, names, passes, h200)
-    assert plain[2:] == ["2000", "4000", "100 GB/s", "2%", "1.00×", "1.0e-03", ""]
-    assert ours[2:] == ["1000", "2000", "494.7 TFLOP/s", "50%", "2.00×", "2.0e-03", ""]
-    assert half[2:] == ["1000", "", "100 GB/s", "2%", "", "1.0e-03", "oom: too big"]
-    assert wide[2:6] == ["1000", "2000", "5 TFLOP/s", ""]
-    assert refused[2:] == ["", "", "", "", "", "", "not here"]
-    assert bench.lines(rows, names, passes, None)[0][4:6] == ["100 GB/s", ""]
+    names, passes = ("plain", "ours", "half", "not"), ("forward", "backward")
+    problem = OPERATOR.problem("bfloat16", rows=6, width=40)
+    on_h200 = Comparison(problem, "nvidia-h200", names, passes, rows)
+    plain, ours, half, refused = bench.lines(on_h200)
+    close = "yes, 2.0e-03"
+    assert plain[2:] == ["2000", "4000", "100 GB/s", "2%", "1.00×", "1.0e-03", close, ""]
+    assert ours[2:] == ["1000", "2000", "494.7 TFLOP/s", "50%", "2.00×", "2.0e-03", close, ""]
+    assert half[2:] == ["1000", "", "100 GB/s", "2%", "", "1.0e-03", "", "oom: too big"]
+    assert refused[2:] == ["", "", "", "", "", "", "", "not here"]
+    in_float32 = replace(on_h200, problem=OPERATOR.problem("float32", rows=6, width=40))
+    assert bench.lines(in_float32)[1][4:6] == ["494.7 TFLOP/s", ""]
+    assert bench.lines(replace(on_h200, device="cpu"))[0][4:6] == ["100 GB/s", ""]
 
 
 def test_device_describes_a_gpu_and_its_implementations(declared, capsys):

@@ -3,10 +3,13 @@
     python -m tnp.bench rope --help
     python -m tnp.bench swiglu --rows 16384 --width 14336 --both
     python -m tnp.bench swiglu --rows 64 --width 512 --dtype float32 --implementations torch triton
+    python -m tnp.bench attention --suite --warmup 0.5
 
 Each operator declares its sizes and options. The table has a row for each implementation: its
-medians, or the reason why it did not run. After timing, results are compared with float64. All
-implementations take turns in one process, on the first visible GPU or the CPU.
+medians, or the reason why it did not run. After timing, results are compared with float64 and with
+PyTorch's. All implementations take turns in one process, on the first visible GPU or the CPU.
+`--suite` times all problems that the operator declares for comparisons with other libraries.
+`tnp.bench.compare` does the same in Python.
 """
 
 from __future__ import annotations
@@ -15,35 +18,29 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
 
+from tnp.bench import asked, comparison
+from tnp.bench.comparison import CLOSE, PASSES, Comparison
+from tnp.bench.policy import Policy
 from tnp.dispatch import devices
 from tnp.dispatch.devices import Datasheet
-from tnp.dispatch.registry import catalog, is_automatic
-from tnp.dispatch.spec import FLOATS, ITEMSIZE, Call, Case, Operator, Problem
-from tnp.util.cli import Parser, end_with, option, size, table
+from tnp.dispatch.registry import catalog
+from tnp.dispatch.spec import FLOATS, ITEMSIZE, Operator, Problem
+from tnp.util.cli import Parser, end_with, seconds, size, table
 
 PROGRAM = "python -m tnp.bench"
-TIMEOUT_S = 900.0
 COLUMNS = (
-    "implementation", "provider", "forward µs", "backward µs", "rate", "of peak", "over {}",
-    "max error", "",
-)  # fmt: skip
+    *("implementation", "provider", "forward µs", "backward µs", "rate", "of peak", "over {}"),
+    *("max error", "close", ""),
+)
 LEGEND = (
     "over {}: its time divided by the row's, over all timed passes. max error: the largest "
     "absolute difference between an element of any result and float64. of peak: the rate as a "
-    "share of the datasheet's, for operations in 16 bits or for memory"
+    "share of the datasheet's, for operations in 16 bits or for memory. close: whether no element "
+    f"differs from PyTorch's by more than {CLOSE:g} (torch.allclose with atol={CLOSE:g}, rtol=0), "
+    "and the largest difference"
 )
 NUMBERS = (2, 3, 4, 5, 6, 7)  # columns
-# Options have the same names for every operator. Recorded rows keep some operators' own names.
-SPELLED = {
-    "heads": "n_heads",
-    "kv_heads": "n_kv_heads",
-    "n_queries": "n_q",
-    "n_keys": "n_k",
-    "page": "page_size",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,48 +58,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         operator = catalog().operator(arguments[0])
     except ValueError as error:
         outer.error(str(error))
-    parser = _parser(operator)
+    parser = _parser(operator, sized="--suite" not in arguments)
     wanted = parser.parse_args(arguments[1:])
-    names = wanted.implementations or catalog().names(operator.name)
+    passes = PASSES if wanted.both else ("backward",) if wanted.backward else ("forward",)
     try:
-        problem = _problem(operator, wanted)
-        names = [
-            name if is_automatic(name) else catalog().listed(operator.name, name).name
-            for name in dict.fromkeys(names)
-        ]
+        problems = _problems(operator, wanted)
+        names = comparison.resolved(operator, wanted.implementations)
+        comparison.require_passes(operator, passes)
     except ValueError as error:
         parser.error(str(error))
-    passes = ["forward"] * (not wanted.backward) + ["backward"] * (wanted.backward or wanted.both)
-    if "backward" in passes and not operator.differentiated:
-        parser.error(f"{operator.name} has no backward pass")
-    return _measure(operator, problem, names, passes, wanted.iters)
+    timing = comparison.policy(wanted.iters, wanted.warmup)
+    return (
+        0 if any([_shown(operator, problem, names, passes, timing) for problem in problems]) else 1
+    )
 
 
-def _parser(operator: Operator) -> Parser:
-    """Returns the parser of an operator's command."""
+def _parser(operator: Operator, sized: bool) -> Parser:
+    """Returns the parser of an operator's command. `sized`: the sizes must be given."""
     about = (
         f"Times {operator.name} of {', '.join(operator.tensors)} at one size, with every installed "
         "implementation or with the named ones, and prints medians. Compares each result with "
-        "float64."
+        "float64 and with PyTorch's."
     )
     parser = Parser(prog=f"{PROGRAM} {operator.name}", description=about)
-    for name in operator.sizes:
-        spelled = option(SPELLED.get(name, name))
-        parser.add_argument(
-            spelled, dest=name, type=size, required=True, metavar="N", help="a size"
-        )
-    for name, kind in operator.options.items():
-        named = {"help": "an option of the operator"}
-        if kind is bool:
-            parser.add_argument(option(name), action="store_true", **named)
-        elif isinstance(kind, tuple):
-            parser.add_argument(option(name), choices=kind, type=type(kind[0]), **named)
-        else:
-            parser.add_argument(option(name), type=kind, metavar=kind.__name__, **named)
-    for name in operator.optional:
-        help_text = f"with the tensor {name}"
-        parser.add_argument(option(name), action="store_true", help=help_text)
-    parser.add_argument("--dtype", choices=FLOATS, default=FLOATS[0], help="of the activations")
+    asked.add_problem(parser, operator, required=sized)
+    if suite := [dtype for dtype in FLOATS if operator.suite(dtype)]:
+        names = ", ".join(operator.suite(suite[0]))
+        about = f"time all of {names} in {', '.join(suite)}"
+        parser.add_argument("--suite", action="store_true", help=about)
     parser.add_argument(
         "--implementations",
         nargs="+",
@@ -113,129 +96,91 @@ def _parser(operator: Operator) -> Parser:
     passes.add_argument("--backward", action="store_true", help="time the backward pass alone")
     passes.add_argument("--both", action="store_true", help="time both passes")
     parser.add_argument("--iters", type=size, metavar="N", help="take exactly N samples of each")
+    parser.add_argument(
+        "--warmup", type=seconds, metavar="SECONDS", help="warm up at least so long; 2"
+    )
     return parser
 
 
-def _problem(operator: Operator, wanted: argparse.Namespace) -> Problem:
-    names = (*operator.sizes, *operator.options, *operator.optional)
-    values = {name: getattr(wanted, name) for name in names}
-    given = {name: value for name, value in values.items() if value is not None}
-    problem = operator.problem(wanted.dtype, **given)
-    _require_described(operator, problem)
-    return problem
-
-
-def _require_described(operator: Operator, problem: Problem) -> None:
-    """Raises ValueError if the operator takes no tensors of these sizes."""
-    import torch
-
-    from tnp.ops._shared.random_values import Random
-
-    case = Case(problem)
-    drawn = operator.draw(case, Random(case, torch.device("meta")))
-    inputs = [drawn.get(name) for name in operator.tensors]
-    operator.describe(*inputs, **dict(operator.call_options(problem)))
-
-
-def _measure(
-    operator: Operator, problem: Problem, names: list[str], passes: list[str], iters: int | None
-) -> int:
-    from tnp.bench.isolate import run_isolated
-    from tnp.bench.outcome import op_job
-    from tnp.bench.policy import Policy
-    from tnp.bench.process import DeviceMissing, device_lock
-    from tnp.bench.provenance import device_slug
-
-    timing = Policy()
-    if iters is not None:
-        timing = Policy(min_samples=iters, half_width=float("inf"), long_samples=iters)
-    slug = device_slug()
-    device = "cpu" if slug == "cpu" else "cuda"
-    parameters = op_job(
-        problem, names, problem.op, {}, device=device, device_slug=slug, replicate=0,
-        timing=asdict(timing), passes=passes, shape="asked",
-    )  # fmt: skip
-    if device == "cpu" and (reasons := _refused(operator, problem, names, passes)):
-        print(f"{problem} on {slug}\n")
-        print(table(("implementation", ""), [*reasons.items()]))
-        return 1
-    try:
-        with device_lock(slug):
-            rows = run_isolated("op", parameters, TIMEOUT_S)["ops"]
-    except DeviceMissing as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return 1
-    print(f"{problem} on {slug}\n")
-    if device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        print("Triton's interpreter runs our kernels here: their times say nothing about a GPU\n")
-    found = lines(rows, names, passes, devices.datasheet(slug))
-    first = next((line[0] for line in found if line[6]), names[0])
-    header = [column.format(first) for column in COLUMNS]
-    print(table(header, found, NUMBERS))
-    print(f"\n{LEGEND.format(first)}")
-    if operator.backward_with_forward and "backward" in passes:
-        print("\nbackward is timed with its forward")
-    return 0 if any(row["status"] == "ok" for row in rows) else 1
-
-
-def _refused(
-    operator: Operator, problem: Problem, names: list[str], passes: list[str]
-) -> dict[str, str]:
-    """Returns why each implementation cannot run on this CPU; {} if any of them might."""
-    from tnp.dispatch.selection import refuses
-    from tnp.gates.results import wanted_of
-
-    found = {}
-    for name in names:
-        own = None if is_automatic(name) else catalog().listed(operator.name, name).own
-        if own is None:
-            return {}
-        wanted = wanted_of(operator, own, Case(problem)) if "backward" in passes else ()
-        reason = refuses(own, Call(problem, devices.here_without_gpu(), wanted))
-        if reason is None:
-            return {}
-        found[name] = reason
+def _problems(operator: Operator, wanted: argparse.Namespace) -> list[Problem]:
+    """Returns the problem that is asked for, or those of the suite, in one dtype if it is named."""
+    named = asked.values(operator, wanted)
+    if not getattr(wanted, "suite", False):
+        return [asked.problem(operator, wanted.dtype, named)]
+    if named:
+        raise ValueError(f"--suite has its own sizes and options: leave out {', '.join(named)}")
+    dtypes = [wanted.dtype] if wanted.dtype else FLOATS
+    found = [one for dtype in dtypes for one in operator.suite(dtype).values()]
+    if not found:
+        raise ValueError(f"the suite has no {wanted.dtype}: leave out --dtype")
     return found
 
 
-def lines(
-    rows: list[dict[str, Any]], names: list[str], passes: list[str], sheet: Datasheet | None
-) -> list[list[str]]:
-    """Returns a line of the table for each implementation, in the order of `names`.
+def _shown(
+    operator: Operator,
+    problem: Problem,
+    names: Sequence[str],
+    passes: Sequence[str],
+    timing: Policy,
+) -> bool:
+    """Times a problem and prints its table. Returns whether anything was timed."""
+    from tnp.bench.process import DeviceMissing
 
-    Without the datasheet of the rows' GPU no line has a share of the peak.
-    """
-    found = {(row["implementation"], row["pass"]): row for row in rows}
-    whole = {name: _whole([found[name, pass_] for pass_ in passes]) for name in names}
-    first = next((name for name in names if whole[name] is not None), None)
+    try:
+        found = comparison.compare_at(operator, problem, names, passes, timing)
+    except DeviceMissing as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return False
+    print(f"{problem} on {found.device}\n")
+    timed = any(row["status"] == "ok" for row in found.rows)
+    if timed and found.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        print("Triton's interpreter runs our kernels here: their times say nothing about a GPU\n")
+    shown = lines(found)
+    first = next(iter(found.times_ms), names[0])
+    print(table([column.format(first) for column in COLUMNS], shown, NUMBERS))
+    if timed:
+        print(f"\n{LEGEND.format(first)}")
+    if operator.backward_with_forward and "backward" in passes:
+        print("\nbackward is timed with its forward")
+    return timed
+
+
+def lines(compared: Comparison) -> list[list[str]]:
+    """Returns a line of the table for each implementation."""
+    found = {(row["implementation"], row["pass"]): row for row in compared.rows}
+    whole = compared.times_ms
+    first = next(iter(whole.values()), None)
+    sheet = devices.datasheet(compared.device)
+    dtype = compared.problem.dtype
     text = []
-    for name in names:
-        own = [found[name, pass_] for pass_ in passes]
+    for name in compared.names:
+        own = [found[name, pass_] for pass_ in compared.passes]
         timed = [row for row in own if row["status"] == "ok"]
         failed = list(dict.fromkeys(
             row["reason"] if row["status"] == "unsupported" else f"{row['status']}: {row['reason']}"
             for row in own if row["status"] != "ok"
         ))  # fmt: skip
         unsettled = list(dict.fromkeys(row["reason"] for row in timed if row["reason"]))
-        speedup = whole[name] and whole[first] / whole[name]
         text.append([
             name,
             own[0]["provider"] or "",
-            *(_microseconds(found.get((name, pass_))) for pass_ in ("forward", "backward")),
+            *(_microseconds(found.get((name, pass_))) for pass_ in PASSES),
             _rate(timed[0]) if timed else "",
-            _share(timed[0], sheet) if timed and sheet else "",
-            f"{speedup:.2f}×" if speedup else "",
+            _share(timed[0], dtype, sheet) if timed and sheet else "",
+            f"{first / whole[name]:.2f}×" if name in whole else "",
             f"{max(row['max_abs_error'] for row in timed):.1e}" if timed else "",
+            _close([row["difference"] for row in timed]),
             "; ".join(failed or unsettled),
         ])  # fmt: skip
     return text
 
 
-def _whole(rows: list[dict]) -> float | None:
-    """Returns the milliseconds of all passes, or None if a pass was not timed."""
-    if any(row["status"] != "ok" for row in rows):
-        return None
-    return sum(row["time_ms_p50"] for row in rows)
+def _close(differences: Sequence[float | None]) -> str:
+    """Returns "yes" or "no" and the largest difference, or "" if one is unknown."""
+    if not differences or None in differences:
+        return ""
+    close = all(difference <= CLOSE for difference in differences)  # never with NaN
+    return f"{'yes' if close else 'no'}, {max(differences):.1e}"
 
 
 def _microseconds(row: dict | None) -> str:
@@ -249,11 +194,11 @@ def _rate(row: dict) -> str:
     return f"{row['gb_per_s']:.4g} GB/s"
 
 
-def _share(row: dict, sheet: Datasheet) -> str:
+def _share(row: dict, dtype: str, sheet: Datasheet) -> str:
     """Returns the share of the datasheet's rate, or "" for operations in other formats."""
     if not row["tflops"]:
         return f"{row['gb_per_s'] * 1e9 / sheet.bytes_per_s:.0%}"
-    if row["precision"] or ITEMSIZE[row["dtype"]] != 2:
+    if row["precision"] or ITEMSIZE[dtype] != 2:
         return ""
     return f"{row['tflops'] * 1e12 / sheet.flops_per_s:.0%}"
 

@@ -1,9 +1,9 @@
 """Runs one measurement in its own process: `python -m tnp.bench.child KIND PARENT REPORT`.
 
 `reporting` is the child's side of `tnp.bench.process.run_child`, for every kind of measurement. A
-measurement reports "tables" (table → rows), or "timed" (rows without a table). Operators also
-report "suspects", the contenders to blame if the process dies now, and "listed", the contenders
-that a job of all trials has.
+measurement reports "tables" (table → rows), or rows without a table, "timed" or "compared".
+Operators also report "suspects", the contenders to blame if the process dies now, and "listed", the
+contenders that a job of all trials has.
 """
 
 import json
@@ -54,6 +54,10 @@ def main(kind: str, parent: str, report: str) -> None:
             from tnp.bench.costs import measure_costs
 
             note(timed=measure_costs(parameters))
+        elif kind == "closeness":
+            from tnp.bench.closeness import measure_closeness
+
+            note(compared=measure_closeness(parameters))
         else:
             from tnp.bench.contenders import listed
             from tnp.bench.measure import measure_op

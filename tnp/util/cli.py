@@ -7,6 +7,7 @@ import codecs
 import os
 import sys
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import NoReturn
 
 from tnp.util.extras import MissingExtra
@@ -73,6 +74,17 @@ def size(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, at least 1")
     return int(text)
+
+
+def seconds(text: str) -> float:
+    """Returns an option's number of seconds, at least 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0.0 <= number < inf:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds, at least 0")
+    return number
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
