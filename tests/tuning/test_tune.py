@@ -75,6 +75,55 @@ def test_the_fastest_of_each_operator_is_entered(asked, users_tables, capsys):
     assert any(one["of"] == "mlp" for one in tuned_tables.of_target(H200)[: len(entries)])
 
 
+def test_an_operator_is_tuned_at_one_size(asked, users_tables, monkeypatch, capsys):
+    """Each operation's kernels are timed before the implementations, which run with the winners."""
+    right, before = isolate.run_isolated, []
+
+    def run_isolated(kind, parameters, timeout_s):
+        rows = right(kind, parameters, timeout_s)["ops"]
+        if "forced" in parameters:  # as a child does, which lists the trials
+            of = {"forward": "softmax.forward", "backward": "softmax.backward"}
+            (pass_,) = parameters["passes"]
+            for row in rows:
+                row["forced"] = json.dumps({of[pass_]: ["blocks", {"block": 1024}]})
+        else:
+            before.extend(tuned_tables.table(users_tables / "nvidia-h200.json"))
+        return {"ops": rows}
+
+    monkeypatch.setattr(isolate, "run_isolated", run_isolated)
+    assert tune.main(["softmax", "--rows", "32", "--width", "5000"]) == 0
+    *trials, whole = asked
+    assert [(job["passes"], job["forced"]) for job in trials] == [
+        (["forward"], {"triton": {}}), (["backward"], {"triton": {}})
+    ]  # fmt: skip
+    assert {one["of"] for one in before} == {"softmax.forward", "softmax.backward"}
+    assert list(whole["implementations"]) == catalog().candidates("softmax", "auto")
+    problem = catalog().operator("softmax").problem("bfloat16", rows=32, width=5000)
+    assert {job["problem"] for job in asked} == {problem.json}
+    chosen = {(one["of"], one["mode"]): one["choice"]
+              for one in tuned_tables.table(users_tables / "nvidia-h200.json")}  # fmt: skip
+    assert chosen["softmax", "training"] == chosen["softmax", "inference"] == "triton"
+    assert chosen["softmax.forward", ""] == "blocks"
+    assert "4 entries for nvidia-h200" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["softmacks", "--rows", "3"], "unknown operator 'softmacks': choose from "),
+        (["softmax", "--rows", "3"], "the following arguments are required: --width"),
+        (["softmax", "--batch", "3"], "unknown option --batch"),
+        (["swiglu", "--rows", "3", "--width", "x"], "'x' must be a whole number, at least 1"),
+    ],
+)
+def test_a_mistake_about_an_operator_is_one_sentence(arguments, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        tune.main(arguments)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
 def test_sizes_of_the_model_are_asked_for(asked):
     assert tune.main([*SIZES, "--d-model", "64", "--n-heads", "4", "--d-ff", "128"]) == 0
     problems = {job["op"]: json.loads(job["problem"])["sizes"] for job in asked}
