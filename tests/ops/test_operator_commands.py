@@ -419,6 +419,8 @@ def test_an_unknown_gpu_is_one_sentence(capsys):
     ("name", "capability", "multiprocessors"),
     [
         ("NVIDIA GeForce RTX 3090", 86, 82),
+        ("NVIDIA GeForce RTX 3070", 86, 46),
+        ("NVIDIA GeForce RTX 2080 Ti", 75, 68),
         ("NVIDIA A10", 86, 72),
         ("NVIDIA L4", 89, 58),
         ("NVIDIA L40S", 89, 142),
