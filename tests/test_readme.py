@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from tnp.bench import isolate, provenance
+from tnp.bench.outcome import failure_rows
 from tnp.model.variants import named_specs
 
 PATTERNS = ("*.md", "docs/**/*.md", "results/*.md", "tnp/ops/*/NOTES.md", "*/README.md")
 DOCUMENTS = sorted({path for pattern in PATTERNS for path in Path().glob(pattern)})
 README, OPERATORS = Path("README.md").read_text(), Path("docs/operators.md").read_text()
 TRAIN, GPU, DATA, LOOP, PREDICT = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-LAYERS, ATTENTION = re.findall(r"```python\n(.*?)```", OPERATORS, re.DOTALL)
+LAYERS, COMPARE, ATTENTION = re.findall(r"```python\n(.*?)```", OPERATORS, re.DOTALL)
 TITLE = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
@@ -74,6 +76,17 @@ def test_the_blocks_of_operators_run():
     smaller = {"torch.bfloat16": "torch.float32", "3000": "30", "1000": "10", "500": "5"}
     names = run(ATTENTION, smaller | {"1, 32,": "1, 2,", "2, 1, 8,": "2, 1, 1,", "128": "16"})
     assert names["o"].shape == names["q"].shape and names["lse"].shape == names["q"].shape[:3]
+
+
+def test_the_block_that_compares_runs(monkeypatch, capsys):
+    def run_isolated(kind, parameters, timeout_s):
+        return failure_rows(kind, parameters, "oom", "out of memory")
+
+    monkeypatch.setattr(isolate, "run_isolated", run_isolated)
+    monkeypatch.setattr(provenance, "device_slug", lambda: "cpu")
+    names = run(COMPARE, {})
+    assert [row["implementation"] for row in names["found"].rows] == ["torch", "fused"]
+    assert capsys.readouterr().out.startswith("None {} [{")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
