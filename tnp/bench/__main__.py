@@ -67,10 +67,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         comparison.require_passes(operator, passes)
     except ValueError as error:
         parser.error(str(error))
-    timing = comparison.policy(wanted.iters, wanted.warmup)
-    return (
-        0 if any([_shown(operator, problem, names, passes, timing) for problem in problems]) else 1
-    )
+    # Behind --help, which needs no package of an extra.
+    from tnp.bench.process import DeviceMissing
+
+    timing, timed = comparison.policy(wanted.iters, wanted.warmup), False
+    try:
+        for index, problem in enumerate(problems):
+            print("\n" * bool(index), end="")
+            timed |= _shown(operator, problem, names, passes, timing)
+    except DeviceMissing as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+    return 0 if timed else 1
 
 
 def _parser(operator: Operator, sized: bool) -> Parser:
@@ -124,13 +131,7 @@ def _shown(
     timing: Policy,
 ) -> bool:
     """Times a problem and prints its table. Returns whether anything was timed."""
-    from tnp.bench.process import DeviceMissing
-
-    try:
-        found = comparison.compare_at(operator, problem, names, passes, timing)
-    except DeviceMissing as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return False
+    found = comparison.compare_at(operator, problem, names, passes, timing)
     print(f"{problem} on {found.device}\n")
     timed = any(row["status"] == "ok" for row in found.rows)
     if timed and found.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
