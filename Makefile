@@ -35,6 +35,7 @@ record: $(VENV)/installed
 
 report: $(VENV)/installed
 	python -m tnp.figures.report
+	python -m workflow.specification
 
 bundle: $(VENV)/installed
 	workflow/bundle.sh wheels

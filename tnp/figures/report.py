@@ -84,7 +84,7 @@ def documents(connection: duckdb.DuckDBPyConnection) -> dict[Path, str]:
     links = [_link(topic, sections) for topic, sections in pages.items()]
     tables |= {"catalog": _operators(), "figures": _figures(), "questions": _questions()}
     return {
-        **{path: _filled(path, tables) for path in WITH_BLOCKS},
+        **{path: filled(path, tables) for path in WITH_BLOCKS},
         RESULTS: "\n".join([f"{INTRODUCTION}{''.join(links)}", *main]),
         **{
             PAGES / f"{topic}.md": "\n".join([PAGE.format(topic=topic), *sections])
@@ -122,13 +122,13 @@ def _operators() -> Table:
         text = _summary(package)
         ours = [one.name for op in operators for one in op.implementations if one.provider == OWN]
         names = [operator.name for operator in operators]
-        rows.append((_code(names), _code([package]), text, _code(list(dict.fromkeys(ours)))))
+        rows.append((code(names), code([package]), text, code(list(dict.fromkeys(ours)))))
     return ["operators", "package", "what it computes", "ours"], rows
 
 
 def _figures() -> Table:
     """Returns a row for each figure, in the order of the index: its name, and what it shows."""
-    return ["figure", "shows"], [(_code([one]), _summary(f"tnp.figures.{one}")) for one in FIGURES]
+    return ["figure", "shows"], [(code([one]), _summary(f"tnp.figures.{one}")) for one in FIGURES]
 
 
 def _questions() -> Table:
@@ -145,7 +145,7 @@ def _summary(module: str) -> str:
     return " ".join(importlib.import_module(module).__doc__.split("\n\n")[0].split())
 
 
-def _code(names: list[str]) -> str:
+def code(names: list[str]) -> str:
     """Returns `names` as a list of code in Markdown."""
     return ", ".join(f"`{name}`" for name in names)
 
@@ -200,7 +200,7 @@ def _cell(value: object) -> str:
     return str(value).replace("|", "\\|")
 
 
-def _filled(path: Path, tables: dict[str, Table]) -> str:
+def filled(path: Path, tables: dict[str, Table]) -> str:
     """Returns the text of `path` with the table of each block in it."""
 
     def table(block: re.Match[str]) -> str:

@@ -1,0 +1,107 @@
+"""Tests that SPECIFICATION.md follows from entries and recorded rows, and names what exists."""
+
+import fnmatch
+import importlib.util
+import re
+from pathlib import Path
+
+import duckdb
+import pytest
+
+from tnp.dispatch.registry import catalog
+from tnp.gates import GATES, generic_gates
+from tnp.model.variants import named_specs
+from workflow import specification
+from workflow.configuration import read
+from workflow.specification import Rows, Thing
+from workflow.validation import _rules
+
+JOBS = specification.studies()
+THINGS = [thing for things in specification.documents().values() for _, thing in things]
+CONFIG = read(Path("config.yaml"))
+# What a query may compare a column with.
+NAMES = {
+    "op": {*catalog().operators},
+    "implementation": {name for op in catalog().operators for name in catalog().names(op)},
+    "variant": named_specs().keys() | CONFIG["variants"].keys(),
+}
+
+
+def test_the_page_is_that_of_the_recorded_rows(recorded_database):
+    with duckdb.connect(str(recorded_database), read_only=True) as connection:
+        page = specification.page(connection)
+    assert specification.PAGE.read_text() == page, "SPECIFICATION.md differs: run make report"
+
+
+@pytest.mark.parametrize("thing", THINGS, ids=lambda thing: thing.asked)
+def test_an_entry_names_what_exists(thing):
+    for place in thing.where:
+        program, _, arguments = place.partition(" ")
+        if program == "snakemake":
+            targets = arguments.removeprefix("--cores 1 ").split()
+            assert not {*targets} - JOBS.keys() - _rules(), place
+        elif program == "python":
+            assert importlib.util.find_spec(arguments.split()[1]), place
+        else:
+            assert Path(place).exists(), place
+    assert not {*thing.gates} - {*GATES, *generic_gates()}
+    assert all(fnmatch.filter(JOBS, study) for study in thing.studies)
+    for column, known in NAMES.items():
+        compared = re.findall(rf"\b{column} (?:= '\w+'|in \([^)]+\))", thing.number)
+        assert not {*re.findall(r"'(\w+)'", " ".join(compared))} - known, column
+    if not thing.where:
+        assert not (thing.gates or thing.studies or thing.number), "nothing serves it, yet it shows"
+
+
+@pytest.fixture
+def rows() -> Rows:
+    """Returns rows of a green and a red gate, and of one job of two."""
+    connection = duckdb.connect()
+    connection.execute("""
+        create table gate_status as from (values ('green', 5, 0), ('green', 7, 0), ('red', 4, 1))
+        as gates (gate, n_checks, n_failed);
+        create table measurements as from (values ('a--own', true), ('b', false))
+        as jobs (config_id, valid);
+        create table training as select 'run' as config_id;
+    """)
+    for view in specification.READ_OFTEN:
+        connection.execute(f"create view {view} as select 1 as one")
+    jobs = {"study": [{"a", "a--own", "a--torch"}, {"b"}], "run": [{"run"}]}
+    return Rows(connection, jobs)
+
+
+@pytest.mark.parametrize(
+    ("entry", "standing"),
+    [
+        ({}, ("", "missing", "")),
+        ({"where": ["here"]}, ("", "works", "")),
+        ({"where": ["here"], "note": "Otherwise."}, ("", "works", "Otherwise.")),
+        ({"where": ["here"], "lacks": "A form."}, ("", "partly", "A form.")),
+        ({"where": ["here"], "gates": ["green"]}, ("`green`: 12 checks, 0 red", "works", "")),
+        (
+            {"where": ["here"], "gates": ["green", "red"]},
+            ("`green`, `red`: 16 checks, 1 red", "partly", "A gate is red."),
+        ),
+        (
+            {"where": ["here"], "gates": ["new"], "note": "Otherwise."},
+            ("`new`: 0 checks, 0 red", "partly", "A gate has not run. Otherwise."),
+        ),
+        ({"where": ["here"], "studies": ["run"]}, ("`run`: 1 of 1", "works", "")),
+        (
+            {"where": ["here"], "studies": ["run", "study"]},
+            ("`run`, `study`: 2 of 3", "partly", "Rows are missing."),
+        ),
+        (
+            {"where": ["here"], "studies": ["stu*"]},
+            ("`stu*`: 1 of 2", "partly", "Rows are missing."),
+        ),
+        ({"where": ["here"], "number": "select '2 ×', true"}, ("2 ×", "works", "")),
+        ({"where": ["here"], "number": "select '1 ×', false"}, ("1 ×", "partly", "Not reached.")),
+        (
+            {"where": ["here"], "number": "select null, null"},
+            ("no row", "partly", "Nothing is recorded."),
+        ),
+    ],
+)
+def test_the_state_follows_from_the_rows(rows, entry, standing):
+    assert rows.standing(Thing("it", **entry)) == standing

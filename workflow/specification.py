@@ -1,0 +1,174 @@
+"""Fills the tables of SPECIFICATION.md: `python -m workflow.specification`, or `make report`.
+
+The project was created from five documents. A file of workflow/asked holds all that one of them
+asks for, an entry for each thing. Its tables are the document's parts. Nothing in an entry says
+that the thing works: that follows from what the entry names and from the recorded rows.
+"""
+
+import tempfile
+import tomllib
+from collections.abc import Mapping
+from fnmatch import filter as filter_names
+from pathlib import Path
+from typing import NamedTuple
+
+import duckdb
+
+from tnp.figures import report
+from tnp.figures.report import Table
+from tnp.store.files import build_database
+from tnp.util.atomic_files import parquet_files
+from workflow.configuration import read
+from workflow.plan import Plan
+from workflow.validation import validate
+
+PAGE = Path("SPECIFICATION.md")
+ASKED = Path("workflow/asked")
+# Many numbers read these views, which take a second each.
+READ_OFTEN = ("own_operators", "roofline", "speedup")
+WORKS, PARTLY, MISSING = STATES = ("works", "partly", "missing")
+
+
+class Thing(NamedTuple):
+    """Holds one thing that a document asks for, as its entry states it.
+
+    Args:
+        asked: the thing, in our words.
+        where: paths, and commands. Empty where nothing serves the thing.
+        gates: gates that prove it.
+        studies: studies and training runs of config.yaml that measure it, or patterns of their
+            names such as "latency_*".
+        number: SQL for one row: a text, null while no row is recorded, and whether it reaches
+            what was asked.
+        lacks: a sentence on what is missing, as far as gates, studies and number do not show it.
+        note: a sentence on a difference from the document, or on what is shown.
+    """
+
+    asked: str
+    where: list[str] = []
+    gates: list[str] = []
+    studies: list[str] = []
+    number: str = ""
+    lacks: str = ""
+    note: str = ""
+
+
+class Standing(NamedTuple):
+    """Holds what the recorded rows say about a thing."""
+
+    shown: str  # gates, studies and the number
+    state: str  # one of STATES
+    remark: str  # what is lacking, or differs
+
+
+def documents() -> dict[str, list[tuple[str, Thing]]]:
+    """Returns document → (part, thing) of each thing that it asks for, in its order."""
+    return {
+        path.stem: [
+            (part, Thing(**entry))
+            for part, entries in tomllib.loads(path.read_text()).items()
+            for entry in entries
+        ]
+        for path in sorted(ASKED.glob("*.toml"))
+    }
+
+
+def studies() -> dict[str, list[set[str]]]:
+    """Returns study or training run → for each of its jobs on a GPU, the `config_id`s of its rows.
+
+    A job of an operator has one for each implementation.
+    """
+    found: dict[str, list[set[str]]] = {}
+    for jobs in Plan(validate(read(Path("config.yaml"))), "cuda", "cuda").jobs.values():
+        for config_id, job in jobs.items():
+            ids = {config_id, *job["implementations"].values()} if "op" in job else {config_id}
+            found.setdefault(job.get("study", config_id), []).append(ids)
+    return found
+
+
+class Rows:
+    """Holds what the recorded rows say about gates and jobs.
+
+    Args:
+        connection: an open store.
+        jobs: what `studies` returns.
+    """
+
+    def __init__(
+        self, connection: duckdb.DuckDBPyConnection, jobs: Mapping[str, list[set[str]]]
+    ) -> None:
+        self.connection, self.jobs = connection.cursor(), jobs
+        for view in READ_OFTEN:
+            self.connection.execute(f"create temp table {view} as from {view}")
+        query = "select gate, sum(n_checks)::int, sum(n_failed)::int from gate_status group by gate"
+        self.gates = {gate: counts for gate, *counts in self.connection.execute(query).fetchall()}
+        query = (
+            "from training select config_id union from measurements select config_id where valid"
+        )
+        self.measured = {config_id for (config_id,) in self.connection.execute(query).fetchall()}
+
+    def standing(self, thing: Thing) -> Standing:
+        """Returns how a thing stands. Red gates, sizes without a valid row and numbers that miss
+        their goal are added to what it lacks.
+        """
+        shown, lacks = [], [thing.lacks] if thing.lacks else []
+        if thing.gates:
+            counts = [self.gates[gate] for gate in thing.gates if gate in self.gates]
+            n_checks, n_failed = (sum(one[i] for one in counts) for i in (0, 1))
+            shown.append(f"{report.code(thing.gates)}: {n_checks:,} checks, {n_failed:,} red")
+            if n_failed:
+                lacks.append("A gate is red.")
+            if len(counts) < len(thing.gates):
+                lacks.append("A gate has not run.")
+        if thing.studies:
+            names = [name for study in thing.studies for name in filter_names(self.jobs, study)]
+            jobs = [ids for name in names for ids in self.jobs[name]]
+            n_measured = sum(bool(ids & self.measured) for ids in jobs)
+            shown.append(f"{report.code(thing.studies)}: {n_measured} of {len(jobs)}")
+            if n_measured < len(jobs):
+                lacks.append("Rows are missing.")
+        if thing.number:
+            text, reached = self.connection.execute(thing.number).fetchone()
+            shown.append(text or "no row")
+            if not text:
+                lacks.append("Nothing is recorded.")
+            elif not reached:
+                lacks.append("Not reached.")
+        state = MISSING if not thing.where else PARTLY if lacks else WORKS
+        return Standing("; ".join(shown), state, " ".join([*lacks, thing.note]).strip())
+
+
+def tables(rows: Rows) -> dict[str, Table]:
+    """Returns a table for each document, by the name of its file, and "asked", which counts."""
+    found, counts = {}, []
+    for name, things in documents().items():
+        lines, states, before = [], [], ""
+        for part, thing in things:
+            standing = rows.standing(thing)
+            where = report.code(thing.where)
+            first = part if part != before else ""
+            lines.append((first, thing.asked, where, *standing))
+            states.append(standing.state)
+            before = part
+        columns = ["part", "asked", "where", "shown by", "state", "lacking, or different"]
+        found[name] = columns, lines
+        counts.append((name.replace("_", " "), *map(states.count, STATES)))
+    return found | {"asked": (["document", *STATES], counts)}
+
+
+def page(connection: duckdb.DuckDBPyConnection) -> str:
+    """Returns the text of SPECIFICATION.md with its tables filled from an open store."""
+    return report.filled(PAGE, tables(Rows(connection, studies())))
+
+
+def main() -> None:
+    """Writes the page from the recorded rows."""
+    with tempfile.TemporaryDirectory() as folder:
+        database = Path(folder, "results.duckdb")
+        build_database(parquet_files(report.RECORDED), report.VIEWS, database)
+        with duckdb.connect(str(database), read_only=True) as connection:
+            PAGE.write_text(page(connection))
+
+
+if __name__ == "__main__":
+    main()
