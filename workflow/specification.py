@@ -121,8 +121,7 @@ class Rows:
             if len(counts) < len(thing.gates):
                 lacks.append("A gate has not run.")
         if thing.studies:
-            names = [name for study in thing.studies for name in filter_names(self.jobs, study)]
-            jobs = [ids for name in names for ids in self.jobs[name]]
+            jobs = [ids for study in thing.studies for ids in self._jobs_of(study)]
             n_measured = sum(bool(ids & self.measured) for ids in jobs)
             shown.append(f"{report.code(thing.studies)}: {n_measured} of {len(jobs)}")
             if n_measured < len(jobs):
@@ -136,6 +135,15 @@ class Rows:
                 lacks.append("Not reached.")
         state = MISSING if not thing.where else PARTLY if lacks else WORKS
         return Standing("; ".join(shown), state, " ".join([*lacks, thing.note]).strip())
+
+    def _jobs_of(self, study: str) -> list[set[str]]:
+        """Returns the ids of each job of a study, or of all whose names match a pattern."""
+        names = filter_names(self.jobs, study)
+        if not names:
+            raise ValueError(
+                f"{ASKED} names {study!r}: config.yaml has no study or run of this name"
+            )
+        return [ids for name in names for ids in self.jobs[name]]
 
 
 def tables(rows: Rows) -> dict[str, Table]:

@@ -2,6 +2,7 @@
 
 import fnmatch
 import importlib.util
+import pkgutil
 import re
 from pathlib import Path
 
@@ -42,6 +43,8 @@ def test_an_entry_names_what_exists(thing):
             assert not {*targets} - JOBS.keys() - _rules(), place
         elif program == "python":
             assert importlib.util.find_spec(arguments.split()[1]), place
+        elif program.startswith("tnp."):
+            assert pkgutil.resolve_name(place)
         else:
             assert Path(place).exists(), place
     assert not {*thing.gates} - {*GATES, *generic_gates()}
@@ -105,3 +108,8 @@ def rows() -> Rows:
 )
 def test_the_state_follows_from_the_rows(rows, entry, standing):
     assert rows.standing(Thing("it", **entry)) == standing
+
+
+def test_a_study_that_does_not_exist_is_refused(rows):
+    with pytest.raises(ValueError, match="names 'stdy': config.yaml has no study"):
+        rows.standing(Thing("it", where=["here"], studies=["stdy"]))
