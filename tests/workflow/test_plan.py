@@ -150,14 +150,14 @@ def test_studies_run_by_priority_and_in_rounds_each_in_its_own_order():
     rounds = [(STEPS[name]["priority"], replicate) for name, replicate in order]
     assert rounds == sorted(rounds)
     first, second = (
-        [name for name, r in order if r == wanted and STEPS[name]["study"] == "matrix"]
+        [name for name, r in order if r == wanted and STEPS[name]["study"] == "backends"]
         for wanted in (1, 2)
     )
     assert sorted(first) == sorted(second) and first != second
     assert order == plan.running_order(dict(reversed(STEPS.items())))
     of_study = GPU.studies()
     assert sum(map(len, of_study.values())) == len(GPU.order)
-    assert of_study["matrix"] == [job for job in order if job[0].startswith("matrix--")]
+    assert of_study["backends"] == [job for job in order if job[0].startswith("backends--")]
 
 
 def test_a_job_is_told_its_replicate_and_nothing_that_only_orders_it():
