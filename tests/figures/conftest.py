@@ -21,7 +21,7 @@ Drawn = Callable[..., alt.TopLevelMixin]
 WORDS = Path(__file__).parents[2] / "workflow" / "sql" / "words.sql"
 GPU, CPU = "nvidia-h200", "cpu"
 SIZES = {"small": (64, 64, 500), "mid": (4, 10000, 1000)}
-IN_A_CELL = ("step_ms", "speedup", "valid", "fastest", "winner")
+IN_A_CELL = ("step_ms", "tokens_per_s", "speedup", "valid", "fastest", "winner")
 THREE = {("mid", "sdpa_flash"): 200.0, ("mid", "sdpa_cudnn"): 150.0, ("mid", "fused"): 100.0}
 
 
@@ -94,7 +94,7 @@ def steps(
             own = [ms for name, ms in here.items() if role(name) == "own"]
             leads = role(variant) == "own" and time == min(own)
             among_fastest = counts is not False and time <= 1.01 * min(here.values())
-            speedup |= {"step_ms": time, "valid": counts, "leads": leads}
+            speedup |= {"step_ms": time, "tokens_per_s": 2e6, "valid": counts, "leads": leads}
             speedup |= {"fastest": among_fastest, "winner": among_fastest and leads}
             speedup |= compared("speedup", "verdict", baseline / time, counts)
             speedup |= compared("speedup_best", "verdict_best", fastest / time, counts)

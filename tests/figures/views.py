@@ -12,7 +12,8 @@ VIEWS = {
     " first_day date, last_day date",
     "step_summary": f"device text, {SWITCHES}, dtype text, n_runs bigint, status text",
     "speedup": f"device text, comparison_key text, {SHAPE}, {SWITCHES}, role text, {OUTCOME},"
-    " valid boolean, why_not text, dtype text, step_ms double, verdict text, verdict_best text,"
+    " valid boolean, why_not text, dtype text, step_ms double, tokens_per_s double, verdict text,"
+    " verdict_best text,"
     " baseline_step_ms double, speedup double, speedup_low double, speedup_high double,"
     " best_pytorch_step_ms double, speedup_best double, speedup_best_low double,"
     " speedup_best_high double, why_no_speedup text, fastest boolean, leads boolean,"
@@ -74,7 +75,7 @@ VIEWS = {
     " valid boolean, why_not text",
     "matrix": f"device text, {SHAPE}, variant text, precision text, products_in text, "
     + ", ".join(
-        f"{cell}_step_ms double, {cell}_peak_memory_gib double, {cell}_speedup double,"
+        f"{cell}_step_ms double, {cell}_tokens_per_s double, {cell}_peak_memory_gib double, {cell}_speedup double,"
         f" {cell}_status text, {cell}_valid boolean, {cell}_fastest boolean, {cell}_winner boolean,"
         f" {cell}_why_no_speedup text"
         for cell in CELLS

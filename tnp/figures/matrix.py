@@ -1,7 +1,7 @@
 """Shows every configuration in tables: speedup, time and memory, by checkpointing and CUDA graph.
 
 Reads the view `matrix`. A table for each device and shape has a line for each variant, and a column
-for each combination of switches. A cell has the speedup over step time and peak memory.
+for each combination of switches. A cell has the speedup over step time, peak memory and tokens/s.
 """
 
 import math
@@ -16,9 +16,9 @@ from tnp.figures.layout import Layout
 from tnp.figures.words import words
 
 TOOLTIP = ["variant:N", "switch:N", "evidence:N", "large:N", "small:N"]
-CELL_WIDTH, CELL_HEIGHT = 145, 40  # px
+CELL_WIDTH, CELL_HEIGHT = 145, 58  # px
 PHONE_CELL_WIDTH = 79  # px, four side by side; time and memory have separate lines
-PHONE_CELL_HEIGHT, PHONE_CHARACTERS = 54, 12  # px and on a line
+PHONE_CELL_HEIGHT, PHONE_CHARACTERS = 88, 12  # px and on a line
 COLUMNS = 1  # tables abreast
 COLORS = ["#b58cc4", "#f6f5f6", "#5fb76b"]  # slower, as fast, faster: black text reads on all
 EMPTY = "#e4e7eb"
@@ -28,7 +28,7 @@ COMBINATIONS = dict(
     zip(("plain", "checkpoint", "cuda_graph", "checkpoint_cuda_graph"), switches.NAMES, strict=True)
 )
 
-VALUES = ("step_ms", "speedup", "status", "valid", "fastest", "winner", "why_no_speedup")
+VALUES = ("step_ms", "tokens_per_s", "speedup", "status", "valid", "fastest", "winner", "why_no_speedup")
 
 QUERY = "select * from matrix order by n_context, n_target, batch desc, shape, variant"
 
@@ -40,7 +40,7 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
         return theme.no_rows("no training step has been timed", "snakemake --cores 1 all", layout)
     devices = data.devices(connection, "matrix")
     variants = data.variants(connection)
-    cells = [cell for row in rows for cell in _cells(row)]
+    cells = [cell for row in rows for cell in _cells(row, layout)]
     octaves = max([1, *(math.ceil(abs(cell["log2_speedup"] or 0)) for cell in cells)])
     blocks = []
     for device, of_device in data.by_device(devices, cells):
@@ -50,7 +50,7 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
         blocks.append(layout.block(panels, device["name"], measured, COLUMNS))
     subtitle = [
         f"Large: speedup of the training step against {words('sdpa_flash')} at the same "
-        "shape. Small: median step time and peak memory. Green is faster, purple slower. Empty: "
+        "shape. Small: median step time, peak memory, and points per second. Green is faster, purple slower. Empty: "
         "nothing was run. Grey has no speedup: it failed, is not valid, or is not compared with "
         "a plain step.",
         f"Only the edge is coloured: {theme.WITHOUT_EVIDENCE}. Outlined: the fastest with "
@@ -81,13 +81,14 @@ def finding(cells: list[Row], devices: dict[str, Row]) -> str:
     return f"Fastest training step{apart} on {device}: {'; '.join(winners)}{equal}"
 
 
-def _cells(row: Row) -> list[Row]:
+def _cells(row: Row, layout: Layout) -> list[Row]:
     """Returns a cell for each combination of switches, from the view's wide row."""
     keys = ("device", "shape", "variant", "batch", "n_context", "n_target", "precision")
     cells = []
     for prefix, name in COMBINATIONS.items():
         values = {key: row[f"{prefix}_{key}"] for key in VALUES}
-        speedup, memory = values["speedup"], row[f"{prefix}_peak_memory_gib"]
+        speedup = values["speedup"]
+        small = _small(values, row[f"{prefix}_peak_memory_gib"])
         cells.append(
             {key: row[key] for key in keys}
             | values
@@ -96,25 +97,28 @@ def _cells(row: Row) -> list[Row]:
                 "log2_speedup": math.log2(speedup) if speedup else None,
                 "evidence": theme.evidence(values["valid"]),
                 "large": theme.times(speedup) if speedup else "",
-                "small": " · ".join(_small(values, memory)),
-                "lines": [
-                    line
-                    for text in _small(values, memory)
-                    for line in textwrap.wrap(text, PHONE_CHARACTERS)
-                ],
+                "small": " · ".join(small),
+                "lines": _phone_lines(small) if layout.narrow else small,
             }
         )
     return cells
 
 
 def _small(values: Row, memory: float | None) -> list[str]:
-    """Returns the text under a cell's speedup: time and memory, or why there is none."""
+    """Returns the lines under a cell's speedup, or one that says why there is none."""
     if values["valid"] is False and values["status"] == "ok":
         return [theme.status_text("not_counted")]
     if values["step_ms"] is not None:
-        time = theme.duration(values["step_ms"])
-        return [time, f"{theme.number(memory)} GiB"] if memory else [time]
+        held = f" · {theme.number(memory)} GiB" if memory else ""
+        rate = values["tokens_per_s"]
+        return [theme.duration(values["step_ms"]) + held, *([theme.tokens(rate)] if rate else [])]
     return [theme.status_text(values["status"])] if values["status"] else []
+
+
+def _phone_lines(texts: list[str]) -> list[str]:
+    """Returns lines that are narrow enough for a cell on a phone."""
+    parts = (part for text in texts for part in text.split(" · "))
+    return [line for part in parts for line in textwrap.wrap(part, PHONE_CHARACTERS)]
 
 
 def _table(
@@ -163,11 +167,11 @@ def _table(
         .encode(x=x, y=y),
         grid.mark_text(dy=6 - height / 3, fontSize=14, fontWeight="bold").encode(text="large:N"),
         grid.transform_filter("datum.large != ''")
-        .mark_text(dy=3 if layout.narrow else 9, **small)
-        .encode(text="lines:N" if layout.narrow else "small:N"),
+        .mark_text(dy=-8 if layout.narrow else 5, **small)
+        .encode(text="lines:N"),
         without.mark_text(
             dy=-10 if layout.narrow else 0, fontStyle="italic", **small | {"color": theme.MUTED}
-        ).encode(text="lines:N" if layout.narrow else "small:N"),
+        ).encode(text="lines:N"),
         *theme.names(present, y, height, layout),
         width=width * len(combinations),
         height=layout.height(len(present), height),

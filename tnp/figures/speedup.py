@@ -27,6 +27,7 @@ TOOLTIP = [
     alt.Tooltip("evidence:N"),
     alt.Tooltip("switch:N"),
     alt.Tooltip("step_ms:Q", format=".4~r", title="median step, ms"),
+    alt.Tooltip("tokens_per_s:Q", format=".4~s", title="tokens per second"),
     alt.Tooltip("label:N", title="speedup, and its 95% interval if it has one"),
     alt.Tooltip("speedup_best:Q", format=".3f", title="against PyTorch's fastest"),
 ]

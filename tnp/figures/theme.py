@@ -104,6 +104,13 @@ def duration(milliseconds: float) -> str:
     return f"{number(milliseconds / 1000)} s"
 
 
+def tokens(per_second: float) -> str:
+    """Formats 2169786 as "2.17M tokens/s" and 37471 as "37.5k tokens/s"."""
+    millions = per_second >= 999_500
+    rate, unit = (per_second / 1e6, "M") if millions else (per_second / 1e3, "k")
+    return f"{number(rate)}{unit} tokens/s"
+
+
 def evidence(counts: bool | None) -> str:
     """Returns the tooltip of a drawn row: valid rows are filled, others hollow."""
     return "complete, and the row is valid" if counts else WITHOUT_EVIDENCE

@@ -8,7 +8,8 @@
 -- helps. "Ours" is the step of ours that is surest to be fast: the interval of its ratio to
 -- PyTorch's best begins highest. Variants within 1 % of it are `fastest` in view `speedup`.
 --
--- A ratio above 1 says how many times as fast ours is. Ratios with an interval come from runs made
+-- Tokens are all points, context and targets, of all tasks: tasks × (context + target points) over
+-- the step time. A ratio above 1 says how many times as fast ours is. Ratios with an interval come from runs made
 -- together on one GPU. The times are medians of all runs, so dividing them may give a slightly
 -- different ratio.
 --
@@ -28,8 +29,9 @@ select
     plain_step_ms as "plain_PyTorch,_ms",
     case when best_pytorch_role = 'peer' then best_pytorch_step_ms end as "PyTorch's_best,_ms",
     step_ms as "ours,_ms",
-    products_in,
-    variant,
+    tokens_per_s / 1e3 as "ours,_thousand_tokens/s",
+    -- 8 bits are named with what they cost.
+    concat_ws(', ', variant, case when precision != '' then products_in end) as variant,
     coalesce(
         ratio_cell(speedup, speedup_low, speedup_high),
         case

@@ -19,6 +19,7 @@ pivot cells
 on cell in ('plain', 'checkpoint', 'cuda_graph', 'checkpoint_cuda_graph')
 using
 any_value(step_ms) as step_ms,
+any_value(tokens_per_s) as tokens_per_s,
 any_value(peak_memory_gib) as peak_memory_gib,
 any_value(speedup) as speedup,
 any_value(verdict) as verdict,
