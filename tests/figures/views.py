@@ -75,7 +75,8 @@ VIEWS = {
     " valid boolean, why_not text",
     "matrix": f"device text, {SHAPE}, variant text, precision text, products_in text, "
     + ", ".join(
-        f"{cell}_step_ms double, {cell}_tokens_per_s double, {cell}_peak_memory_gib double, {cell}_speedup double,"
+        f"{cell}_step_ms double, {cell}_tokens_per_s double, {cell}_peak_memory_gib double,"
+        f" {cell}_speedup double,"
         f" {cell}_status text, {cell}_valid boolean, {cell}_fastest boolean, {cell}_winner boolean,"
         f" {cell}_why_no_speedup text"
         for cell in CELLS

@@ -33,4 +33,6 @@ select
     n_runs as runs,
     evidence_cell(valid, why_not) as evidence
 from speedup
-order by device asc, min(step_ms) over (partition by device, shape) asc, step_ms desc;
+order by
+    device asc, min(step_ms) over (partition by device, shape) asc, step_ms desc,
+    variant asc, checkpoint asc, cuda_graph asc;
