@@ -28,7 +28,10 @@ COMBINATIONS = dict(
     zip(("plain", "checkpoint", "cuda_graph", "checkpoint_cuda_graph"), switches.NAMES, strict=True)
 )
 
-VALUES = ("step_ms", "tokens_per_s", "speedup", "status", "valid", "fastest", "winner", "why_no_speedup")
+VALUES = (
+    *("step_ms", "tokens_per_s", "speedup", "status", "valid", "fastest", "winner"),
+    "why_no_speedup",
+)
 
 QUERY = "select * from matrix order by n_context, n_target, batch desc, shape, variant"
 
