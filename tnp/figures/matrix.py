@@ -54,8 +54,8 @@ def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevel
     subtitle = [
         f"Large: speedup of the training step against {words('sdpa_flash')} at the same "
         "shape. Small: median step time, peak memory, and points per second. Green is faster, "
-        "purple slower. Empty: nothing was run. Grey has no speedup: it failed, is not valid, or is not compared with "
-        "a plain step.",
+        "purple slower. Empty: nothing was run. Grey has no speedup: it failed, is not valid, or "
+        "is not compared with a plain step.",
         f"Only the edge is coloured: {theme.WITHOUT_EVIDENCE}. Outlined: the fastest with "
         "evidence in its number format, and all within 1% of it. The figure speedup has the "
         "intervals.",
