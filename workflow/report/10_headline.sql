@@ -9,9 +9,9 @@
 -- PyTorch's best begins highest. Variants within 1 % of it are `fastest` in view `speedup`.
 --
 -- Tokens are all points, context and targets, of all tasks: tasks × (context + target points) over
--- the step time. A ratio above 1 says how many times as fast ours is. Ratios with an interval come from runs made
--- together on one GPU. The times are medians of all runs, so dividing them may give a slightly
--- different ratio.
+-- the step time. A ratio above 1 says how many times as fast ours is. Ratios with an interval come
+-- from runs made together on one GPU. The times are medians of all runs, so dividing them may give
+-- a slightly different ratio.
 --
 -- Rows in 8 bits (e4m3) have a line of their own. They are compared with PyTorch's best in 16 bits
 -- or, if it is faster, in 8 bits by package torchao.

@@ -1,11 +1,12 @@
 -- topic: steps
 -- # Every step
 -- `variant` is the name in `config.yaml`. Step time is the median of the device's spans from one
--- step's start to its end. Wall time is the whole sampling on the host's clock, from one wait for the
--- device to another, over its steps: a mean, and missing in early rows. Tokens are all points. Energy is of one step, from the GPU's own counter. Memory
--- is the peak during a step. Times are medians over runs, and a run is one process. "Against best"
--- compares with the fastest of PyTorch's rows at this shape; a row in 16 bits is not compared with
--- rows in 8 bits. If it was not timed beside ours, a row within 1 % of it may replace it.
+-- step's start to its end. Wall time is the whole sampling on the host's clock, from one wait for
+-- the device to another, over its steps: a mean, and missing in early rows. Tokens are all points.
+-- Energy is of one step, from the GPU's own counter. Memory is the peak during a step. Times are
+-- medians over runs, and a run is one process. "Against best" compares with the fastest of
+-- PyTorch's rows at this shape; a row in 16 bits is not compared with rows in 8 bits. If it was not
+-- timed beside ours, a row within 1 % of it may replace it.
 select
     device,
     shape,

@@ -3,8 +3,8 @@
 --
 -- Medians are over the rows that `is_used` marks in `measurements`; `valid` and `why_not` say which
 -- these are. `status` and `reason` are a failure's where nothing was timed, and `n_failed` counts
--- the other failures. `_low` and `_high` are the shortest and the longest run. Peak memory is of the
--- newest run: host code changes it too, and is no part of a captured step's code version.
+-- the other failures. `_low` and `_high` are the shortest and the longest run. Peak memory is of
+-- the newest run: host code changes it too, and is no part of a captured step's code version.
 create or replace view summaries as
 with runs as (
     select
