@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tnp.bench.evidence import Code
@@ -25,8 +27,12 @@ def run(
     timeout_s: float,
     unfinished: Path,
     say: Callable[[str], None],
+    n_shares: int = 1,
 ) -> dict[str, list[dict]]:
     """Runs `gate` on `device` and returns table → rows, without provenance.
+
+    A gate with several shares first runs each in a process of its own, side by side. The last
+    process takes the parts that these have finished, and does what is left.
 
     A gate's process may crash, be killed, or make no check for `timeout_s` seconds. Then its checks
     are kept, and one more row says so. The caller holds the device's lock.
@@ -40,6 +46,7 @@ def run(
         unfinished: the gate's progress file. It exists already if an earlier run was ended, and it
             stays if this run is ended.
         say: called with the gate's progress every half a minute.
+        n_shares: number of processes that share the gate's cases.
 
     Raises:
         DeviceMissing: the device `slug` is not here.
@@ -48,6 +55,8 @@ def run(
     parameters |= {"definitions": definitions, "unfinished": str(unfinished.absolute())}
     # On the CPU, kernels run in Triton's interpreter. Triton reads the switch when it is imported.
     interpret = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
+    if n_shares > 1:
+        _run_shares(parameters, timeout_s, interpret, say, n_shares)
     report = run_child([__name__], parameters, timeout_s, interpret, _now_and_then(say))
     tables = report.get("tables")
     if tables is None:
@@ -59,6 +68,32 @@ def run(
     if not any(row["status"] in NOT_FINISHED for row in tables["gates"]):
         unfinished.unlink(missing_ok=True)
     return {"environments": [report["environment"]] if "environment" in report else []} | tables
+
+
+def _run_shares(
+    parameters: dict, timeout_s: float, environment: dict[str, str], say: Callable, n_shares: int
+) -> None:
+    """Runs a gate's shares side by side, and merges their parts into its progress file.
+
+    A share that fails leaves its parts to the gate's last process, which reports the failure.
+    """
+    unfinished = Path(parameters["unfinished"])
+
+    def run_share(number: int) -> None:
+        file = unfinished.with_suffix(f".{number}.jsonl")
+        if unfinished.exists():
+            shutil.copy(unfinished, file)
+        of = parameters | {"unfinished": str(file), "share": (number, n_shares)}
+        heard = _now_and_then(lambda text: say(f"{text} in share {number + 1} of {n_shares}"))
+        run_child([__name__], of, timeout_s, environment, heard)
+
+    def merge() -> None:
+        Progress.merge(unfinished, sorted(unfinished.parent.glob(f"{unfinished.stem}.*.jsonl")))
+
+    merge()  # what a run that was killed left behind
+    with ThreadPoolExecutor(n_shares) as pool:
+        list(pool.map(run_share, range(n_shares)))
+    merge()
 
 
 def _now_and_then(say: Callable[[str], None]) -> Callable[[dict], None]:
@@ -90,7 +125,7 @@ def main(parent: str, report: str) -> None:
         from tnp.dispatch.private import prepare_interpreter_once
         from tnp.experiment.gpu_memory import limit_gb
         from tnp.experiment.kernel_code import launches
-        from tnp.gates import run_gate
+        from tnp.gates import Share, run_gate
 
         if parameters["device"] == "cpu":
             prepare_interpreter_once()
@@ -103,7 +138,8 @@ def main(parent: str, report: str) -> None:
             lambda progress: note(progress=str(progress)),
         )
         with launches() as progress.launched:
-            tables = run_gate(parameters["gate"], parameters["device"], progress)
+            share = [Share(*parameters["share"])] if "share" in parameters else []
+            tables = run_gate(parameters["gate"], parameters["device"], progress, *share)
         code.kernels = progress.kernels | progress.launched
         note(tables=tables | {"code": code.rows()})
 

@@ -148,7 +148,7 @@ def test_what_a_gate_started_ends_when_its_time_is_over(tmp_path, monkeypatch):
         "    time.sleep(600)\n"
         "gates = types.ModuleType('tnp.gates')\n"
         "gates.run_gate = run_gate\n"
-        "for name in ('NOT_FINISHED', 'Blocked', 'blocked', 'ended', 'gates_of'):\n"
+        "for name in ('NOT_FINISHED', 'Blocked', 'Share', 'blocked', 'ended', 'gates_of'):\n"
         "    setattr(gates, name, None)\n"
         f"gates.__path__ = [{str(ROOT / 'tnp/gates')!r}]\n"
         "sys.modules['tnp.gates'] = gates\n"
@@ -164,6 +164,29 @@ def test_what_a_gate_started_ends_when_its_time_is_over(tmp_path, monkeypatch):
     (row,) = tables["gates"]
     assert (row["status"], row["reason"]) == ("timeout", f"no progress in {limit_s} s")
     wait_until(lambda: not is_alive(int(pid_file.read_text())))
+
+
+def test_the_last_process_of_a_gate_takes_what_its_shares_finished(tmp_path, monkeypatch):
+    stub = (
+        "import sys, types\n"
+        "def run_gate(gate, device, progress, share=None):\n"
+        "    if share is None:\n"
+        "        return {'gates': [*progress.rows, {'status': 'ok', 'whose': 'the last'}]}\n"
+        "    progress.row({'status': 'ok', 'whose': share})\n"
+        "    progress.finish(str(share), 2, [])\n"
+        "    raise SystemExit(3 if share == (1, 2) else 0)\n"
+        "gates = types.ModuleType('tnp.gates')\n"
+        "gates.run_gate, gates.Share, gates.NOT_FINISHED = run_gate, lambda *of: of, ()\n"
+        "gates.Blocked = gates.blocked = gates.ended = gates.gates_of = None\n"
+        f"gates.__path__ = [{str(ROOT / 'tnp/gates')!r}]\n"
+        "sys.modules['tnp.gates'] = gates\n"
+    )
+    (tmp_path / "sitecustomize.py").write_text(stub)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    file = tmp_path / "runs/unfinished/a.jsonl"
+    tables = gate_process.run("baseline", "cpu", "cpu", {}, 60, file, print, n_shares=2)
+    assert [row["whose"] for row in tables["gates"]] == [[0, 2], [1, 2], "the last"]
+    assert list(file.parent.iterdir()) == []
 
 
 def test_a_kill_leaves_no_files_behind(own_temporary_folder, tmp_path):

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from tests.gates import marks_of
 from tnp.dispatch import devices, registry
 from tnp.dispatch.spec import OWN, Budget, Case, Implementation
-from tnp.gates import blocked, generic_gates, operators, run_gate
+from tnp.gates import WHOLE, Share, blocked, generic_gates, operators, run_gate
 from tnp.gates.checks import Check, Unsupported
 from tnp.gates.poison import Poisoned
 from tnp.gates.progress import Progress
@@ -60,7 +60,13 @@ def of_swiglu(monkeypatch):
     """Checks of SwiGLU's kernels at two cases of float32, with what is changed of it."""
 
     def run(
-        forward=None, backward=None, implementation=None, name="triton", gate=False, **changes
+        forward=None,
+        backward=None,
+        implementation=None,
+        name="triton",
+        gate=False,
+        share=WHOLE,
+        **changes,
     ) -> list:
         def cases(target):
             sizes = ((7, 100), (3, 33))
@@ -78,7 +84,7 @@ def of_swiglu(monkeypatch):
         if backward is not None:
             monkeypatch.setattr(triton_swiglu, "BACKWARD", backward)
         if gate:  # its rows, of this much progress
-            return run_gate(f"op--swiglu--{name}", DEVICE.type, gate)["gates"]
+            return run_gate(f"op--swiglu--{name}", DEVICE.type, gate, share)["gates"]
         made = operators.checks("swiglu", name, DEVICE)
         return [check for check in made if isinstance(check, Check)]
 
@@ -218,6 +224,22 @@ def test_a_gate_that_was_ended_goes_on_where_it_stopped(of_swiglu, tmp_path):
     # Progress of other code is not used.
     with pytest.raises(KeyboardInterrupt):
         of_swiglu(raising(ended, 100), gate=Progress(path, "other code"))
+
+
+def test_shares_together_are_the_whole_gate(of_swiglu, tmp_path):
+    whole, path = of_swiglu(gate=Progress()), tmp_path / "gate.jsonl"
+    files = [tmp_path / f"gate.{number}.jsonl" for number in range(2)]
+    for number, file in enumerate(files):
+        rows = of_swiglu(gate=Progress(file, "code"), share=Share(number, 2))
+        assert 0 < len(rows) < len(whole)
+    with files[0].open("a") as file:
+        file.write('{"row": {"check": "of a case that is not finished"}}\n')
+    path.write_text('{"identity": "other code"}\n')
+    Progress.merge(path, files)
+    assert list(tmp_path.iterdir()) == [path]
+    # No case is run again, and what the shares have shown of the controls counts.
+    rows = of_swiglu(raising(AssertionError(), 100), gate=Progress(path, "code"))
+    assert sorted(map(str, rows)) == sorted(map(str, whole))
 
 
 def test_a_case_that_does_not_fit_is_left_out_with_its_reason(of_swiglu, monkeypatch):

@@ -30,7 +30,7 @@ def run_isolated(kind, parameters, timeout_s):
     return with_provenance(tables, parameters["device_slug"], None)
 """
 FAKE_GATE = """
-def run(gate, device, slug, definitions, timeout_s, unfinished, say):
+def run(gate, device, slug, definitions, timeout_s, unfinished, say, n_shares):
     import os
     with open("calls", "a") as calls:
         print("gate", gate, file=calls)

@@ -12,6 +12,7 @@ from tnp.bench import policy
 from tnp.bench.outcome import implementation_of
 from tnp.dispatch import tuned_tables
 from tnp.dispatch.registry import catalog
+from tnp.gates import n_shares
 from tnp.model.variants import named_specs
 from tnp.store.schemas import CEILINGS, FORMATS
 from workflow import models, plan, problems
@@ -317,6 +318,13 @@ def test_every_kernel_of_ours_has_a_profile_and_a_latency():
     single = {(job["op"], implementation_of(name)) for job in OPS.values()
               for name in job["implementations"] if policy.LATENCY in job["timing"]}  # fmt: skip
     assert every <= profiled and every <= single
+
+
+def test_a_gate_of_many_cases_runs_in_several_processes_on_a_gpu():
+    gpu, cpu = map(problems.target, ("cuda", "cpu"))
+    assert n_shares("op--attention--fused", gpu, 4) == 4
+    assert n_shares("op--attention--fused", cpu, 4) == 1
+    assert n_shares("op--swiglu--triton", gpu, 4) == n_shares("finite", gpu, 4) == 1
 
 
 def test_a_study_may_be_timed_in_its_own_way():

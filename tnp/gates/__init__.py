@@ -19,6 +19,7 @@ from tnp.dispatch.registry import block_of, catalog, is_automatic
 from tnp.dispatch.spec import OWN
 
 if TYPE_CHECKING:
+    from tnp.dispatch.devices import Target
     from tnp.gates.progress import Progress
 
 
@@ -39,6 +40,15 @@ class Gate:
     blocks: bool = True
 
 
+class Share(NamedTuple):
+    """Says which cases of a generic gate a process takes: each `of`-th, from `number` on."""
+
+    number: int
+    of: int
+
+
+WHOLE = Share(0, 1)
+CASES_A_SHARE = 50  # a gate with more cases runs in several processes
 GENERIC = "op"  # a generic gate is op--operator--implementation
 COMPILED = "kernels"  # the gate that compiles every kernel of ours; nothing waits for it
 NOT_FINISHED = ("killed", "timeout")  # such a gate continues in the next run, and is not wrong
@@ -88,6 +98,17 @@ def gate(name: str) -> Gate:
         return Gate(catalog().operator(op).phase_of(own), op)
     choices = ", ".join([*GATES, *generic_gates()])
     raise ValueError(f"unknown gate {name!r}: choose from {choices}")
+
+
+def n_shares(name: str, target: Target, most: int) -> int:
+    """Returns in how many processes a gate runs side by side: on a GPU more for many cases.
+
+    Much of a gate is Python that launches small kernels, so a GPU has room for several.
+    """
+    if name in GATES or target.kind != "cuda":
+        return 1
+    n_cases = sum(1 for _ in catalog().operator(gate(name).op).cases(target))
+    return max(1, min(most, n_cases // CASES_A_SHARE))
 
 
 def gates_of(op: str, name: str) -> list[str]:
@@ -192,7 +213,7 @@ def ended(name: str, status: str, reason: str) -> dict:
 
 
 def run_gate(
-    name: str, device_type: str, progress: Progress | None = None
+    name: str, device_type: str, progress: Progress | None = None, share: Share = WHOLE
 ) -> dict[str, list[dict]]:
     """Runs gate `name` on "cuda" or "cpu". Returns rows of tables `gates` and `kernels`.
 
@@ -203,6 +224,7 @@ def run_gate(
 
     Args:
         progress: takes each row at once, and knows which parts an earlier run has finished.
+        share: the cases to take, of a generic gate.
     """
     about = gate(name)
     import torch
@@ -238,7 +260,7 @@ def run_gate(
     try:
         module = importlib.import_module(f"tnp.gates.{'operators' if whose else name}")
         if whose:
-            take(module.checks(about.op, whose, device, progress.finished))
+            take(module.checks(about.op, whose, device, progress.finished, share))
         else:
             take(module.checks(device))
         if hasattr(module, "kernel_rows"):

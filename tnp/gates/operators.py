@@ -26,7 +26,7 @@ from tnp.dispatch.devices import Target
 from tnp.dispatch.registry import catalog
 from tnp.dispatch.spec import OWN, Call, Case, Implementation, Operator
 from tnp.experiment.gpu_memory import why_it_does_not_fit
-from tnp.gates import layout, out_of_range, routes
+from tnp.gates import WHOLE, Share, layout, out_of_range, routes
 from tnp.gates.checks import Check, Finished, LeftOut, Unsupported, max_abs_error
 from tnp.gates.forced import Forced, Pair, pairs_of
 from tnp.gates.launches import launches
@@ -40,13 +40,17 @@ FIRST_RUN: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
 def checks(
-    op: str, name: str, device: torch.device, finished: Mapping[str, Sequence[str]] = FIRST_RUN
+    op: str,
+    name: str,
+    device: torch.device,
+    finished: Mapping[str, Sequence[str]] = FIRST_RUN,
+    share: Share = WHOLE,
 ) -> Iterator[Check | Finished | LeftOut]:
     """Yields the checks of implementation `name` of operator `op`, case by case.
 
     Each case ends in `Finished`. A case that does not fit the GPU's memory is left out. `finished`
     holds the parts that an earlier run of the same code made, with their findings: they are
-    skipped.
+    skipped. A share has some of the cases, and leaves the controls to the run of all.
 
     Raises:
         ValueError: there is no such operator or implementation.
@@ -69,12 +73,16 @@ def checks(
     of_routes = by_size[len(by_size) // 2]
     controls = operator.controls_for(found)
     missed = dict(controls)
+    known = enumerate(_with_known(served, found, operator, target), 1)
+    parts = [
+        (f"{number} {case}", case, facts)
+        for number, (case, facts) in known
+        if number % share.of == share.number
+    ]
     if device.type == "cuda" and found.forward is not None:
-        parts = (f"{number} {case}" for number, case in enumerate(served, 1))
-        left = [case for case, part in zip(served, parts, strict=True) if part not in finished]
+        left = [case for part, case, _ in parts if part not in finished]
         _compile(operator, found, left, target)
-    for number, (case, known) in enumerate(_with_known(served, found, operator, target), 1):
-        part = f"{number} {case}"
+    for part, case, facts in parts:
         reason = None
         if part in finished:
             exposed = finished[part]
@@ -82,7 +90,7 @@ def checks(
             exposed = []
             try:
                 setting = Setting.of(operator, found, case, device)
-                yield from _of_case(setting, known, case is of_routes)
+                yield from _of_case(setting, facts, case is of_routes)
                 exposed = [what for what, broken in missed.items() if _is_red(setting, broken)]
             except Exception as error:
                 reason = why_it_does_not_fit(error)
@@ -94,7 +102,7 @@ def checks(
             yield LeftOut(str(case), case.problem.json, reason)
         missed = {what: broken for what, broken in missed.items() if what not in exposed}
         yield Finished(part, len(served), tuple(exposed))
-    for what in controls:
+    for what in controls if share == WHOLE else ():
         yield Check(
             f"control must fail: {what}", "passed every case", float(what in missed), 0.0, name,
             op=op,

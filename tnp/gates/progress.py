@@ -48,6 +48,28 @@ class Progress:
         for line in ({"identity": identity}, *kept):
             self._write(line)
 
+    @staticmethod
+    def merge(path: Path, others: Sequence[Path]) -> None:
+        """Adds the finished parts of other files to the file `path`, each once, and removes these.
+
+        A file of another identity than the first of `others` is left out.
+        """
+        merged: list[dict[str, Any]] = []
+        known: set[str] = set()
+        for about, *rest in filter(None, map(_lines, (*others, path))):
+            merged = merged or [about]
+            checks: list[dict[str, Any]] = []
+            for line in rest if about == merged[0] else ():
+                checks.append(line)
+                if "part" in line:
+                    merged += checks if line["part"] not in known else []
+                    known.add(line["part"])
+                    checks = []
+        if merged:
+            path.write_text("".join(f"{json.dumps(line)}\n" for line in merged))
+        for file in others:
+            file.unlink(missing_ok=True)
+
     @classmethod
     def read(cls, path: Path) -> Progress:
         """Returns the progress that the file holds now, unfinished parts too. It writes nothing."""

@@ -9,13 +9,14 @@ from pathlib import Path
 from snakemake.logging import logger
 from tnp.bench.provenance import device_slug, free_gb
 from tnp.dispatch.registry import catalog
-from tnp.gates import COMPILED, GATES, generic_gates
+from tnp.gates import COMPILED, GATES, generic_gates, n_shares
 from tnp.experiment.gpu_memory import gates_at_once, limit_gb
 from tnp.figures.story import STORY
 from workflow import sources, start, summary
 from workflow.attempts import PATTERN, named
 from workflow.files import Files
 from workflow.plan import GATE, Plan, device, running_order
+from workflow.problems import target
 from workflow.progress import Progress
 from workflow.studies import kinds
 from workflow.studies.ops import deciding
@@ -73,6 +74,12 @@ FILES = Files(PLAN, RUNS, AGAIN, PLANNING)
 # Gates share the device as far as its memory reaches: they time nothing, and much of each is Python
 # and float64.
 GATES_AT_ONCE = gates_at_once(free_gb() if DEVICE == "cuda" else None, GPU_LIMIT_GB)
+
+
+def gate_shares(wildcards):
+    """Returns in how many processes a gate runs, each of which counts as a gate here."""
+    return n_shares(wildcards.gate, target(DEVICE), GATES_AT_ONCE)
+
 
 # Timings claim all cores, so nothing runs beside them; on a cluster they claim a GPU.
 GPUS = 1 if DEVICE == "cuda" else 0

@@ -9,12 +9,13 @@ rule gate:
     wildcard_constraints:
         gate=one_of([*GATES, *generic_gates()]),
     priority: GATE_PRIORITY
-    threads: math.ceil(workflow.cores / GATES_AT_ONCE)
+    threads: lambda wildcards: math.ceil(workflow.cores * gate_shares(wildcards) / GATES_AT_ONCE)
     resources:
         gpu=GPUS,
     params:
         device=DEVICE,
         slug=SLUG,
+        shares=gate_shares,
         timeout_s=CONFIG.timing["timeout_s"],
         # This file is no output: Snakemake deletes the outputs of a job that it starts again.
         unfinished=f"{RUNS}/unfinished/{{gate}}.jsonl",

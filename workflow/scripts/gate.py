@@ -38,7 +38,7 @@ with job(f"gate {gate}", snakemake.log[0]) as say:
     with device_lock(params.slug, shared=True, say=say):
         definitions = sources.code(sources.of_gate(gate))
         of = gate, params.device, params.slug, definitions, params.timeout_s
-        tables = run(*of, Path(params.unfinished), say)
+        tables = run(*of, Path(params.unfinished), say, params.shares)
     identity = next((row["environment_id"] for row in tables["environments"]), None)
     write(snakemake.output, with_provenance(tables, params.slug, identity))
     say(verdict(tables["gates"]))
