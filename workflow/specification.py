@@ -1,8 +1,9 @@
 """Fills the tables of SPECIFICATION.md: `python -m workflow.specification`, or `make report`.
 
 The project was created from five documents. A file of workflow/asked holds all that one of them
-asks for, an entry for each thing. Its tables are the document's parts. Nothing in an entry says
-that the thing works: that follows from what the entry names and from the recorded rows.
+asks for, an entry for each thing. Each TOML array, such as `[[model]]`, is a part of the document.
+An entry states what is lacking. Gates, studies and numbers that it names are looked up in the
+recorded rows: a red gate, a missing row or a number that misses its goal is lacking too.
 """
 
 import tempfile
@@ -58,7 +59,7 @@ class Standing(NamedTuple):
 
     shown: str  # gates, studies and the number
     state: str  # one of STATES
-    remark: str  # what is lacking, or differs
+    remark: str  # what is lacking or differs, as the entry says
 
 
 def documents() -> dict[str, list[tuple[str, Thing]]]:
@@ -108,33 +109,25 @@ class Rows:
         self.measured = {config_id for (config_id,) in self.connection.execute(query).fetchall()}
 
     def standing(self, thing: Thing) -> Standing:
-        """Returns how a thing stands. Red gates, sizes without a valid row and numbers that miss
-        their goal are added to what it lacks.
-        """
-        shown, lacks = [], [thing.lacks] if thing.lacks else []
+        """Returns how a thing stands."""
+        shown, whole = [], [not thing.lacks]
         if thing.gates:
             counts = [self.gates[gate] for gate in thing.gates if gate in self.gates]
             n_checks, n_failed = (sum(one[i] for one in counts) for i in (0, 1))
-            shown.append(f"{report.code(thing.gates)}: {n_checks:,} checks, {n_failed:,} red")
-            if n_failed:
-                lacks.append("A gate is red.")
-            if len(counts) < len(thing.gates):
-                lacks.append("A gate has not run.")
+            said = f"{n_checks:,} checks, {n_failed:,} red" if counts else "not run"
+            shown.append(f"{report.code(thing.gates)}: {said}")
+            whole.append(n_failed == 0 and len(counts) == len(thing.gates))
         if thing.studies:
             jobs = [ids for study in thing.studies for ids in self._jobs_of(study)]
             n_measured = sum(bool(ids & self.measured) for ids in jobs)
             shown.append(f"{report.code(thing.studies)}: {n_measured} of {len(jobs)}")
-            if n_measured < len(jobs):
-                lacks.append("Rows are missing.")
+            whole.append(n_measured == len(jobs))
         if thing.number:
             text, reached = self.connection.execute(thing.number).fetchone()
             shown.append(text or "no row")
-            if not text:
-                lacks.append("Nothing is recorded.")
-            elif not reached:
-                lacks.append("Not reached.")
-        state = MISSING if not thing.where else PARTLY if lacks else WORKS
-        return Standing("; ".join(shown), state, " ".join([*lacks, thing.note]).strip())
+            whole.append(bool(text) and reached)
+        state = MISSING if not thing.where else WORKS if all(whole) else PARTLY
+        return Standing("; ".join(shown), state, f"{thing.lacks} {thing.note}".strip())
 
     def _jobs_of(self, study: str) -> list[set[str]]:
         """Returns the ids of each job of a study, or of all whose names match a pattern."""

@@ -228,13 +228,13 @@ def test_a_gate_that_was_ended_goes_on_where_it_stopped(of_swiglu, tmp_path):
 
 def test_shares_together_are_the_whole_gate(of_swiglu, tmp_path):
     whole, path = of_swiglu(gate=Progress()), tmp_path / "gate.jsonl"
+    path.write_text('{"identity": "other code"}\n')
     files = [tmp_path / f"gate.{number}.jsonl" for number in range(2)]
     for number, file in enumerate(files):
         rows = of_swiglu(gate=Progress(file, "code"), share=Share(number, 2))
         assert 0 < len(rows) < len(whole)
     with files[0].open("a") as file:
         file.write('{"row": {"check": "of a case that is not finished"}}\n')
-    path.write_text('{"identity": "other code"}\n')
     Progress.merge(path, files)
     assert list(tmp_path.iterdir()) == [path]
     # No case is run again, and what the shares have shown of the controls counts.

@@ -40,7 +40,7 @@ LEGEND = (
     f"differs from PyTorch's by more than {CLOSE:g} (torch.allclose with atol={CLOSE:g}, rtol=0), "
     "and the largest difference"
 )
-NUMBERS = (2, 3, 4, 5, 6, 7)  # columns
+NUMBERS = (2, 3, 4, 5, 6, 7)  # columns that are aligned to the right
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         comparison.require_passes(operator, passes)
     except ValueError as error:
         parser.error(str(error))
-    # Behind --help, which needs no package of an extra.
+    # Imported here, so that --help works without the optional packages.
     from tnp.bench.process import DeviceMissing
 
     timing, timed = comparison.policy(wanted.iters, wanted.warmup), False
@@ -104,7 +104,7 @@ def _parser(operator: Operator, sized: bool) -> Parser:
     passes.add_argument("--both", action="store_true", help="time both passes")
     parser.add_argument("--iters", type=size, metavar="N", help="take exactly N samples of each")
     parser.add_argument(
-        "--warmup", type=seconds, metavar="SECONDS", help="warm up at least so long; 2"
+        "--warmup", type=seconds, metavar="SECONDS", help="warm up at least so long (default 2)"
     )
     return parser
 

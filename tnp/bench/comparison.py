@@ -95,7 +95,10 @@ def compare(
 
 
 def resolved(operator: Operator, names: Iterable[str] | None) -> tuple[str, ...]:
-    """Returns the real names of implementations, all for None. ValueError for an unknown one."""
+    """Returns names without "torch" and "own", which it replaces, or all names for None.
+
+    Raises ValueError for an unknown one.
+    """
     if names is None:
         return tuple(catalog().names(operator.name))
     return tuple(dict.fromkeys(
@@ -131,7 +134,7 @@ def compare_at(
     passes: Sequence[str],
     timing: Policy,
 ) -> Comparison:
-    """Times implementations by their real names; see `compare`."""
+    """Times implementations whose names `resolved` returned; see `compare`."""
     from tnp.bench.isolate import run_isolated
     from tnp.bench.outcome import failure_rows, only, op_job
     from tnp.bench.process import device_lock
@@ -155,7 +158,7 @@ def compare_at(
 
 
 def _compare_results(job: dict, rows: list[dict[str, Any]]) -> None:
-    """Adds `difference` to timed rows; None if a pass of the implementation was not timed."""
+    """Adds `difference` to timed rows; None if it is not known."""
     from tnp.bench.outcome import only
     from tnp.bench.process import run_child
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from tnp.util.atomic_files import replacing
+
 
 class Progress:
     """Keeps a gate's progress: its rows, its finished parts, and the kernels that it launched.
@@ -31,7 +33,7 @@ class Progress:
         self.rows: list[dict] = []
         self.finished: dict[str, list[str]] = {}  # part → other findings of its checks
         self.kernels: dict[str, str] = {}  # name → hash
-        self.launched: dict[str, str] = {}  # as `kernels`, filled by this process
+        self.launched: dict[str, str] = {}  # of this process; `kernels` has the file's too
         self._of, self._heard = 0, heard
         self._file: TextIO | None = None
         if path is None:
@@ -50,13 +52,15 @@ class Progress:
 
     @staticmethod
     def merge(path: Path, others: Sequence[Path]) -> None:
-        """Adds the finished parts of other files to the file `path`, each once, and removes these.
+        """Adds the finished parts of other files to the file `path`, each once, and deletes these.
 
-        A file of another identity than the first of `others` is left out.
+        The newest file says which identity is the current one. Others are left out.
         """
         merged: list[dict[str, Any]] = []
         known: set[str] = set()
-        for about, *rest in filter(None, map(_lines, (*others, path))):
+        files = (file for file in (*others, path) if file.is_file())
+        newest_first = sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True)
+        for about, *rest in filter(None, map(_lines, newest_first)):
             merged = merged or [about]
             checks: list[dict[str, Any]] = []
             for line in rest if about == merged[0] else ():
@@ -66,7 +70,8 @@ class Progress:
                     known.add(line["part"])
                     checks = []
         if merged:
-            path.write_text("".join(f"{json.dumps(line)}\n" for line in merged))
+            with replacing(path) as new:
+                new.write_text("".join(f"{json.dumps(line)}\n" for line in merged))
         for file in others:
             file.unlink(missing_ok=True)
 

@@ -33,14 +33,14 @@ from tnp.ops._shared.random_values import Random
 from tnp.ops.attention import OPERATOR as ATTENTION
 from tnp.train import warm
 
-OF_FLOAT16 = 1e-3
-OF_ATTENTION = 1e-2
+FLOAT16_BOUND = 1e-3
+ATTENTION_BOUND = 1e-2
 SHAPES = {"small": (64, 500), "mid": (10_000, 1000), "large": (200_000, 5000)}
 INTERPRETED = ("small",)  # larger shapes take the interpreter hours
 
 
-class Asked(NamedTuple):
-    """Says what the results of a case are compared with, and how far they may be from that."""
+class Bounded(NamedTuple):
+    """Holds a case, what its results are compared with, and how far they may be off."""
 
     operator: Operator
     case: Case
@@ -55,26 +55,26 @@ def checks(device: torch.device) -> Iterator[Check | LeftOut]:
     Raises Busy if other processes hold the memory that a case needs.
     """
     target = devices.of_device(device)
-    every = [*_of_attention(target), *_in_float16(target)]
+    every = [*_attention_cases(target), *_float16_cases(target)]
     if device.type == "cuda":
         _compile(every, target)
-    for asked in every:
+    for bounded in every:
         try:
-            yield from _of_case(asked, device)
+            yield from _checks_of(bounded, device)
             reason = None
         except Exception as error:
             reason = why_it_does_not_fit(error)
             if reason is None:
                 raise
-        if reason is not None:
+        if reason is not None:  # behind `except`: the error's traceback holds tensors
             torch.cuda.empty_cache()
-            yield LeftOut(str(asked.case), asked.case.problem.json, reason)
+            yield LeftOut(str(bounded.case), bounded.case.problem.json, reason)
 
 
 def bound_in_float16(expected: torch.Tensor) -> float:
     """Returns 0.001, or one unit in the last place of the largest float16 result if larger."""
     _, exponent = math.frexp(expected.abs().max().item())
-    return max(OF_FLOAT16, torch.finfo(torch.float16).eps * 2.0 ** (exponent - 1))
+    return max(FLOAT16_BOUND, torch.finfo(torch.float16).eps * 2.0 ** (exponent - 1))
 
 
 def largest_cases(operator: Operator, target: Target) -> list[Case]:
@@ -92,20 +92,22 @@ def _extent(case: Case) -> int:
     return math.prod(size for _, size in case.problem.sizes)
 
 
-def _in_float16(target: Target) -> Iterator[Asked]:
+def _float16_cases(target: Target) -> Iterator[Bounded]:
     for operator in catalog().operators.values():
         for case in largest_cases(operator, target):
-            yield Asked(operator, case, "float64", _exact, bound_in_float16)
+            yield Bounded(operator, case, "float64", _exact, bound_in_float16)
 
 
-def _of_attention(target: Target) -> Iterator[Asked]:
+def _attention_cases(target: Target) -> Iterator[Bounded]:
     config = TNPConfig()
     head_dim = config.d_model // config.n_heads
     for shape in SHAPES if target.kind == "cuda" else INTERPRETED:
         n_context, n_target = SHAPES[shape]
         sizes = 1, config.n_heads, n_context + n_target, n_context, head_dim
         case = ATTENTION.case("bfloat16", *sizes)
-        yield Asked(ATTENTION, case, f"PyTorch at {shape}", _pytorch, lambda _: OF_ATTENTION)
+        yield Bounded(
+            ATTENTION, case, f"PyTorch at {shape}", _by_pytorch, lambda _: ATTENTION_BOUND
+        )
 
 
 def _exact(operator: Operator, case: Case, inputs: Inputs) -> Results:
@@ -113,40 +115,41 @@ def _exact(operator: Operator, case: Case, inputs: Inputs) -> Results:
     return compute(operator, case.problem, operator.reference, in_float64(inputs), **options)
 
 
-def _pytorch(operator: Operator, case: Case, inputs: Inputs) -> Results:
+def _by_pytorch(operator: Operator, case: Case, inputs: Inputs) -> Results:
     options = dict(operator.call_options(case.problem))
-    return compute(operator, case.problem, operator.implementations[0].run, inputs, **options)
+    form = operator.implementations[0].run  # an operator's first implementation is PyTorch's
+    return compute(operator, case.problem, form, inputs, **options)
 
 
-def _of_case(asked: Asked, device: torch.device) -> Iterator[Check]:
-    operator, case, beside = asked.operator, asked.case, asked.beside
+def _checks_of(bounded: Bounded, device: torch.device) -> Iterator[Check]:
+    operator, case, beside = bounded.operator, bounded.case, bounded.beside
     drawn = operator.draw(case, Random(case, device))
     inputs = {name: drawn.get(name) for name in operator.tensors}
-    expected = asked.expected(operator, case, inputs)
-    bounds = {name: asked.bound(value) for name, value in expected.items()}
+    expected = bounded.expected(operator, case, inputs)
+    bounds = {name: bounded.bound(value) for name, value in expected.items()}
     for name, value in expected.items():
         yield Check(f"control must fail: zeros for {name} against {beside}, {case}",
                     "max_abs_error", max_abs_error(torch.zeros_like(value), value), bounds[name],
                     op=operator.name, problem=case.problem.json, larger_is_better=True)  # fmt: skip
-    for found, pair in _serving(asked, devices.of_device(device)):
-        got = _run(asked, found, pair, inputs)
+    for found, pair in _serving_kernels(bounded, devices.of_device(device)):
+        got = _run(bounded, found, pair, inputs)
         for name, value in expected.items():
             yield Check(f"{name} against {beside}, {case}", "max_abs_error",
                         max_abs_error(got[name], value), bounds[name], found.name,
                         op=operator.name, problem=case.problem.json, kernel=pair.name)  # fmt: skip
 
 
-def _serving(asked: Asked, target: Target) -> Iterator[tuple[Implementation, Pair]]:
+def _serving_kernels(bounded: Bounded, target: Target) -> Iterator[tuple[Implementation, Pair]]:
     """Yields our implementations that can serve the case, with each of their forward kernels."""
-    what = Call(asked.case.problem, target)
-    for found in catalog().ours(asked.operator.name):
+    what = Call(bounded.case.problem, target)
+    for found in catalog().ours(bounded.operator.name):
         if not found.precision and selection.refuses(found, what) is None:
             for pair in pairs_of(found, what):
                 yield found, pair
 
 
-def _run(asked: Asked, found: Implementation, pair: Pair, inputs: Inputs) -> Results:
-    operator, problem = asked.operator, asked.case.problem
+def _run(bounded: Bounded, found: Implementation, pair: Pair, inputs: Inputs) -> Results:
+    operator, problem = bounded.operator, bounded.case.problem
     forced = {found.forward.name: (pair.forward.kernel.name, pair.forward.config)}
     tensors, options = tuple(inputs.values()), tuple(operator.call_options(problem))
     plan = plans.build(operator, found.name, tensors, options, forced=forced)
@@ -154,14 +157,16 @@ def _run(asked: Asked, found: Implementation, pair: Pair, inputs: Inputs) -> Res
     return compute(operator, problem, lambda *given: plan.run(given[:n], given[n:]), inputs)
 
 
-def _compile(every: list[Asked], target: Target) -> None:
+def _compile(every: list[Bounded], target: Target) -> None:
     """Compiles all kernels side by side. The checks compile and raise what is left."""
     with warm.side_by_side(target):
-        for asked in every:
-            for found in {found.name: found for found, _ in _serving(asked, target)}.values():
+        for bounded in every:
+            for found in {
+                found.name: found for found, _ in _serving_kernels(bounded, target)
+            }.values():
                 forward = replace(found, backward=None)
-                for launch in launches(asked.operator, asked.case.problem, target, forward):
+                for launch in launches(bounded.operator, bounded.case.problem, target, forward):
                     try:
                         launch.call()
                     except Exception as error:  # host code may fail on tensors without memory
-                        warm.log.warning("not compiled ahead, %s: %s", asked.case, error)
+                        warm.log.warning("not compiled ahead, %s: %s", bounded.case, error)

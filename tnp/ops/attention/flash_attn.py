@@ -37,15 +37,15 @@ def flash_attn_func(
         k, v: [B, n_k, H_kv, D], with q's dtype and device. H_kv divides H.
         dropout_p: must be 0.
         softmax_scale: a positive, finite number, or None for 1/√D.
-        causal: a query sees no key after the one beside it. The mask is aligned bottom right.
-        window_size: how many keys a query sees to the left and to the right of the one beside it;
-            −1 sets no bound. If causal, the right side is 0. Otherwise it must be 0 or equal to the
+        causal: whether later keys are masked. The last query is aligned with the last key.
+        window_size: how many keys a query sees to the left and to the right of its own; −1 sets no
+            bound. If causal, the right side is 0. Otherwise it must be 0 or equal to the
             left side.
         softcap: must be 0.
         alibi_slopes: must be None.
-        deterministic: whether gradients are equal from run to run. It takes `separate`.
+        deterministic: whether gradients are equal from run to run. True selects `separate`.
         return_attn_probs: whether to return the logarithms of softmax's denominators too.
-        implementation: a name of `tnp.dispatch.registry`, by default "auto".
+        implementation: an implementation of `attention`, by default "auto".
 
     Returns:
         [B, n_q, H, D] in q's dtype. With `return_attn_probs` it returns (this result, the natural
@@ -54,7 +54,7 @@ def flash_attn_func(
 
     Raises:
         ValueError: an argument must have another value, or shapes, dtypes or devices do not fit.
-        RuntimeError: the implementation cannot run here or does not take this, with the reason.
+        RuntimeError: the implementation cannot run here or does not take these arguments.
     """
     require_bools(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs)
     require_tensors(q=q, k=k, v=v)
