@@ -8,6 +8,7 @@ recorded rows: a red gate, a missing row or a number that misses its goal is lac
 
 import tempfile
 import tomllib
+from argparse import ArgumentParser
 from collections.abc import Mapping
 from fnmatch import filter as filter_names
 from pathlib import Path
@@ -164,6 +165,8 @@ def page(connection: duckdb.DuckDBPyConnection) -> str:
 
 def main() -> None:
     """Writes the page from the recorded rows."""
+    about = __doc__.split("\n")[0]
+    ArgumentParser(prog="python -m workflow.specification", description=about).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         database = Path(folder, "results.duckdb")
         build_database(parquet_files(report.RECORDED), report.VIEWS, database)

@@ -56,7 +56,9 @@ EXPECTED = {
 
 
 def test_every_shape_of_the_configuration_has_an_expectation():
-    assert set(EXPECTED) == {name for name, x in CONFIG["shapes"].items() if "vary" not in x}
+    """The grid of larger batches asks about memory."""
+    shapes = CONFIG["shapes"].items()
+    assert set(EXPECTED) == {name for name, x in shapes if "vary" not in x and "{" not in name}
 
 
 @pytest.mark.parametrize("shape", EXPECTED)
