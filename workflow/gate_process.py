@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -77,14 +78,20 @@ def _run_shares(
 
     A share that fails leaves its parts to the gate's last process, which reports the failure.
     """
-    unfinished = Path(parameters["unfinished"])
+    unfinished, ended = Path(parameters["unfinished"]), threading.Event()
 
     def run_share(number: int) -> None:
         file = unfinished.with_suffix(f".{number}.jsonl")
         if unfinished.exists():
             shutil.copy(unfinished, file)
         of = parameters | {"unfinished": str(file), "share": (number, n_shares)}
-        heard = _now_and_then(lambda text: say(f"{text} in share {number + 1} of {n_shares}"))
+        report = _now_and_then(lambda text: say(f"share {number + 1} of {n_shares}: {text}"))
+
+        def heard(known: dict) -> None:
+            if ended.is_set():
+                raise InterruptedError("another share or the workflow has ended")
+            report(known)
+
         run_child([__name__], of, timeout_s, environment, heard)
 
     def merge() -> None:
@@ -92,7 +99,12 @@ def _run_shares(
 
     merge()  # what a run that was killed left behind
     with ThreadPoolExecutor(n_shares) as pool:
-        list(pool.map(run_share, range(n_shares)))
+        shares = [pool.submit(run_share, number) for number in range(n_shares)]
+        try:
+            for share in shares:
+                share.result()
+        finally:  # an interrupt, or a share without its device, ends the others
+            ended.set()
     merge()
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tnp.dispatch import devices
 from tnp.dispatch.registry import catalog
 from tnp.gates import gates_for, run_gate, tolerances
 from tnp.model.variants import FAMILIES
@@ -24,7 +25,12 @@ def red(monkeypatch):
         monkeypatch.setattr(tolerances, "SHAPES", {"small": (16, 20)})
         rows = run_gate("tolerances", DEVICE.type)["gates"]
         assert {row["op"] for row in rows} == {"swiglu", "attention"}
-        return [row for row in rows if not row["passed"]]
+        left_out = [row["check"] for row in rows if row["status"] == "unsupported"]
+        for op in (swiglu, attention):
+            own = {one.name for one in catalog().ours(op.name) if not one.precision}
+            seen = {row["implementation"] for row in rows if row["op"] == op.name}
+            assert all(f"left out, {op.name} {name}" in left_out for name in own - seen)
+        return [row for row in rows if row["status"] == "ok" and not row["passed"]]
 
     return run
 
@@ -70,16 +76,26 @@ def test_zeros_that_would_pass_are_red(red):
     assert any(row["check"].startswith("control must fail") for row in found)
 
 
-def test_a_case_that_does_not_fit_is_left_out_with_its_reason(red, monkeypatch):
+def test_a_case_that_does_not_fit_is_left_out_with_its_reason(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 16 * 2**30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 14 * 2**30)
 
     def reference(*given, **options):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    found = red(swiglu=replace(SWIGLU, reference=reference))
-    assert {(row["op"], row["status"]) for row in found} == {("swiglu", "unsupported")}
-    assert all(row["check"].startswith("left out, swiglu") and row["reason"] for row in found)
+    monkeypatch.setattr(catalog(), "operators", {"swiglu": replace(SWIGLU, reference=reference)})
+    monkeypatch.setattr(tolerances, "INTERPRETED", ())
+    monkeypatch.setattr(tolerances, "SHAPES", {})
+    rows = run_gate("tolerances", DEVICE.type)["gates"]
+    assert {row["status"] for row in rows} == {"unsupported"}
+    assert all(row["check"].startswith("left out, swiglu") and row["reason"] for row in rows)
+
+
+def test_every_size_that_kernels_are_written_for_is_checked():
+    h200 = devices.named("nvidia-h200")
+    cases = [case.problem for case in tolerances.largest_cases(ATTENTION, h200)]
+    found = {(one["head_dim"], bool(one["causal"])) for one in cases}
+    assert {(64, False), (64, True), (128, False), (128, True)} <= found
 
 
 def test_no_step_waits_for_it():

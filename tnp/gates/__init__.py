@@ -41,14 +41,14 @@ class Gate:
 
 
 class Share(NamedTuple):
-    """Says which cases of a generic gate a process takes: each `of`-th, from `number` on."""
+    """Says which cases of a generic gate a process takes: numbers that are `number` modulo `of`."""
 
     number: int
     of: int
 
 
 WHOLE = Share(0, 1)
-CASES_A_SHARE = 50  # a gate with more cases runs in several processes
+CASES_A_SHARE = 50  # at least; a gate with fewer than twice as many runs in one process
 GENERIC = "op"  # a generic gate is op--operator--implementation
 COMPILED = "kernels"  # the gate that compiles every kernel of ours; nothing waits for it
 NOT_FINISHED = ("killed", "timeout")  # such a gate continues in the next run, and is not wrong
@@ -107,7 +107,10 @@ def n_shares(name: str, target: Target, most: int) -> int:
     """
     if name in GATES or target.kind != "cuda":
         return 1
-    n_cases = sum(1 for _ in catalog().operator(gate(name).op).cases(target))
+    op, implementation = name.split("--")[1:]
+    if catalog().listed(op, implementation).missing:  # the gate ends at once
+        return 1
+    n_cases = sum(1 for _ in catalog().operator(op).cases(target))
     return max(1, min(most, n_cases // CASES_A_SHARE))
 
 

@@ -5,9 +5,10 @@
 - In bfloat16 attention of ours is within 0.01 of PyTorch's, at the sizes of the model.
 
 An operator's own gate has finer bounds, which grow with the rounding that a problem must have. This
-gate takes the largest float16 case of that gate for each set of options, and runs every forward
-kernel that can serve it. Implementations in 8 bits are left out: they promise less. A control is
-red if zeros in place of the results would pass.
+gate takes the largest float16 case of that gate for each set of options and each size that kernels
+are written for, and runs every forward kernel that can serve it. An implementation that serves none
+is left out with its reason. Implementations in 8 bits promise less, so they are not checked. A
+control is red if zeros in place of the results would pass.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def checks(device: torch.device) -> Iterator[Check | LeftOut]:
         if reason is not None:  # behind `except`: the error's traceback holds tensors
             torch.cuda.empty_cache()
             yield LeftOut(str(bounded.case), bounded.case.problem.json, reason)
+    yield from _refused(every, target)
 
 
 def bound_in_float16(expected: torch.Tensor) -> float:
@@ -78,13 +80,17 @@ def bound_in_float16(expected: torch.Tensor) -> float:
 
 
 def largest_cases(operator: Operator, target: Target) -> list[Case]:
-    """Returns the largest float16 case of the operator's gate for each set of options."""
+    """Returns the largest float16 case of each kind that the operator's gate has.
+
+    Cases of a kind have the same options, and the same of the operator's `fixed` sizes.
+    """
     largest: dict[tuple, Case] = {}
     for case in operator.cases(target):
-        options = case.problem.options
-        before = largest.get(options)
+        fixed = tuple(size for size in case.problem.sizes if size[0] in operator.fixed)
+        kind = case.problem.options, fixed
+        before = largest.get(kind)
         if case.problem.dtype == "float16" and (before is None or _extent(case) > _extent(before)):
-            largest[options] = case
+            largest[kind] = case
     return list(largest.values())
 
 
@@ -146,6 +152,22 @@ def _serving_kernels(bounded: Bounded, target: Target) -> Iterator[tuple[Impleme
         if not found.precision and selection.refuses(found, what) is None:
             for pair in pairs_of(found, what):
                 yield found, pair
+
+
+def _refused(every: list[Bounded], target: Target) -> Iterator[LeftOut]:
+    """Yields our implementations that serve no case here, each with the reason."""
+    served = {
+        (bounded.operator.name, found.name)
+        for bounded in every
+        for found, _ in _serving_kernels(bounded, target)
+    }
+    of_operators = {bounded.operator.name: bounded for bounded in every}
+    for name, bounded in of_operators.items():
+        problem = bounded.case.problem
+        for found in catalog().ours(name):
+            if not found.precision and (name, found.name) not in served:
+                reason = selection.refuses(found, Call(problem, target))
+                yield LeftOut(f"{name} {found.name}", problem.json, reason or "it has no kernel")
 
 
 def _run(bounded: Bounded, found: Implementation, pair: Pair, inputs: Inputs) -> Results:
