@@ -20,10 +20,13 @@ from workflow.validation import _rules
 JOBS = specification.studies()
 THINGS = [thing for things in specification.documents().values() for _, thing in things]
 CONFIG = read(Path("config.yaml"))
+SHAPES = {job.get("shape") for jobs in specification.plan().jobs.values() for job in jobs.values()}
 # What a query may compare a column with.
 NAMES = {
+    "gate": {*GATES, *generic_gates()},
     "op": {*catalog().operators},
     "implementation": {name for op in catalog().operators for name in catalog().names(op)},
+    "shape": SHAPES,
     "variant": named_specs().keys() | CONFIG["variants"].keys(),
 }
 
@@ -50,10 +53,15 @@ def test_an_entry_names_what_exists(thing):
     assert not {*thing.gates} - {*GATES, *generic_gates()}
     assert all(fnmatch.filter(JOBS, study) for study in thing.studies)
     for column, known in NAMES.items():
-        compared = re.findall(rf"\b{column} (?:= '\w+'|in \([^)]+\))", thing.number)
-        assert not {*re.findall(r"'(\w+)'", " ".join(compared))} - known, column
+        compared = re.findall(rf"\b{column} (?:!?= '[^']+'|in \([^)]+\))", thing.number)
+        assert not {*re.findall(r"'([^']+)'", " ".join(compared))} - known, column
+    for start in re.findall(r"starts_with\(shape, '([^']+)'\)", thing.number):
+        assert any(shape.startswith(start) for shape in SHAPES if shape), start
+    shown = thing.gates or thing.studies or thing.number
     if not thing.where:
-        assert not (thing.gates or thing.studies or thing.number), "nothing serves it, yet it shows"
+        assert not shown, "nothing serves it, yet it shows"
+    elif not (shown or thing.lacks):
+        assert any(place.startswith("tests/") for place in thing.where), "nothing shows it"
 
 
 @pytest.fixture
@@ -63,13 +71,19 @@ def rows() -> Rows:
     connection.execute("""
         create table gate_status as from (values ('green', 5, 0), ('green', 7, 0), ('red', 4, 1))
         as gates (gate, n_checks, n_failed);
-        create table measurements as from (values ('a--own', true), ('b', false))
-        as jobs (config_id, valid);
-        create table training as select 'run' as config_id;
+        create table measurements as from (values
+            ('a--own', true, 'op', 'ok', 'nvidia-h200'), ('b', false, 'op', 'oom', 'nvidia-h200'),
+            ('b', true, 'op', 'ok', 'nvidia-h100'), ('large', false, 'step', 'oom', 'nvidia-h200'),
+            ('hot', false, 'step', 'ok', 'nvidia-h200')
+        ) as jobs (config_id, valid, kind, status, device);
+        create table training as select 'run' as config_id, 'nvidia-h200' as device;
     """)
-    for view in specification.READ_OFTEN:
-        connection.execute(f"create view {view} as select 1 as one")
+    for view in specification.OF_DEVICE:
+        connection.execute(
+            f"create view {view} as from (values ('nvidia-h100'), ('nvidia-h200')) as t (device)"
+        )
     jobs = {"study": [{"a", "a--own", "a--torch"}, {"b"}], "run": [{"run"}]}
+    jobs |= {"steps": [{"large"}, {"hot"}]}
     return Rows(connection, jobs)
 
 
@@ -86,6 +100,10 @@ def rows() -> Rows:
             ("`green`, `red`: 16 checks, 1 red", "partly", ""),
         ),
         (
+            {"where": ["here"], "gates": ["green", "new"]},
+            ("`green`, `new`: 12 checks, 0 red, 1 not run", "partly", ""),
+        ),
+        (
             {"where": ["here"], "gates": ["new"], "note": "Otherwise."},
             ("`new`: not run", "partly", "Otherwise."),
         ),
@@ -98,6 +116,7 @@ def rows() -> Rows:
             {"where": ["here"], "studies": ["stu*"]},
             ("`stu*`: 1 of 2", "partly", ""),
         ),
+        ({"where": ["here"], "studies": ["steps"]}, ("`steps`: 1 of 2", "partly", "")),
         ({"where": ["here"], "number": "select '2 ×', true"}, ("2 ×", "works", "")),
         ({"where": ["here"], "number": "select '1 ×', false"}, ("1 ×", "partly", "")),
         (
@@ -113,3 +132,15 @@ def test_the_state_follows_from_the_rows(rows, entry, standing):
 def test_a_study_that_does_not_exist_is_refused(rows):
     with pytest.raises(ValueError, match="names 'stdy': config.yaml has no study"):
         rows.standing(Thing("it", where=["here"], studies=["stdy"]))
+
+
+def test_a_number_is_of_one_device_unless_it_asks_for_every(rows):
+    for table, n_rows in {"speedup": 1, "roofline": 1, "speedup_of_every_gpu": 2}.items():
+        thing = Thing("it", where=["here"], number=f"select count(*)::text, true from {table}")
+        assert rows.standing(thing).shown == str(n_rows), table
+
+
+def test_a_gate_that_has_not_run_is_of_its_phase(rows):
+    query = "select list(gate) from gates_of_phases"
+    (gates,) = rows.connection.execute(query).fetchone()
+    assert {"baseline", "tolerances"} <= {*gates} and "op--swiglu--triton" not in gates
