@@ -311,13 +311,17 @@ def test_device_says_why_not(declared, capsys):
     assert "it needs compute capability 8.0 or newer, this GPU has 7.5" in line
 
 
-@pytest.mark.parametrize("text", ["12345", "0", "10", "99", "8.60", "A100"])
+@pytest.mark.parametrize("text", ["12345", "0", "10", "99", "8.60", "A100", "sm_80a"])
 def test_a_capability_that_is_none_is_one_sentence(text, capsys):
     with pytest.raises(SystemExit):
         device.main(["--capability", text])
     said = sentence(capsys)
     assert f"'{text}' is no compute capability of a GPU: choose from 5.0, " in said
     assert " 8.6, " in said
+
+
+def test_architectures_with_a_form_of_their_own_are_capabilities():
+    assert (device.capability("sm_90a"), device.capability("sm_120a")) == (90, 120)
 
 
 @pytest.mark.parametrize("text", ["86", "8.6", "sm_86"])
