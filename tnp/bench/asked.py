@@ -7,7 +7,7 @@ import argparse
 from tnp.dispatch.spec import FLOATS, Case, Operator, Problem, Value
 from tnp.util.cli import Parser, option, size
 
-# Options have the same names for every operator. Recorded rows keep some operators' own names.
+# Options for sizes that recorded rows call otherwise than most operators do.
 SPELLED = {
     "heads": "n_heads",
     "kv_heads": "n_kv_heads",
@@ -21,17 +21,14 @@ def add_problem(parser: Parser, operator: Operator, required: bool = True) -> No
     """Adds an operator's sizes, options and dtype to a parser. `required`: sizes must be given."""
     for name in operator.sizes:
         spelled = option(SPELLED.get(name, name))
-        parser.add_argument(
-            spelled, dest=name, type=size, required=required, metavar="N", help="a size"
-        )
+        parser.add_argument(spelled, dest=name, type=size, required=required, metavar="N")
     for name, kind in operator.options.items():
-        named = {"help": "an option of the operator"}
         if kind is bool:
-            parser.add_argument(option(name), action="store_true", **named)
+            parser.add_argument(option(name), action="store_true")
         elif isinstance(kind, tuple):
-            parser.add_argument(option(name), choices=kind, type=type(kind[0]), **named)
+            parser.add_argument(option(name), choices=kind, type=type(kind[0]))
         else:
-            parser.add_argument(option(name), type=kind, metavar=kind.__name__, **named)
+            parser.add_argument(option(name), type=kind, metavar=kind.__name__)
     for name in operator.optional:
         help_text = f"with the tensor {name}"
         parser.add_argument(option(name), action="store_true", help=help_text)
