@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from tnp.dispatch.spec import FLOATS, Case, Operator, Problem, Value
+from tnp.util.checks import require_count
 from tnp.util.cli import Parser, option, size
 
 # Options for sizes that recorded rows call otherwise than most operators do.
@@ -46,7 +47,7 @@ def problem(operator: Operator, dtype: str | None, named: dict[str, Value]) -> P
     """Returns the problem of these sizes and options; None stands for bfloat16.
 
     Raises:
-        ValueError: a name or a value is not allowed, or no tensors have these sizes.
+        ValueError: a name or a value is not allowed, a size is 0, or no tensors have these sizes.
     """
     import torch
 
@@ -56,6 +57,8 @@ def problem(operator: Operator, dtype: str | None, named: dict[str, Value]) -> P
     if dtype not in FLOATS:
         raise ValueError(f"dtype is {dtype!r}: choose from {', '.join(FLOATS)}")
     found = operator.problem(dtype, **named)
+    for name, value in found.sizes:
+        require_count(name, value, at_least=1)
     case = Case(found)
     drawn = operator.draw(case, Random(case, torch.device("meta")))
     inputs = [drawn.get(name) for name in operator.tensors]
