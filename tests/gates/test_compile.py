@@ -1,10 +1,12 @@
 """Tests that every committed configuration compiles for its targets, and that faults show."""
 
+import csv
 import json
 import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
 
@@ -12,10 +14,11 @@ import pytest
 
 from tnp.dispatch import devices, tuned_tables
 from tnp.dispatch.registry import catalog
-from tnp.dispatch.spec import Call
+from tnp.dispatch.spec import Call, Case
 from tnp.gates import blocked, kept, kernels, launches, run_gate
 from tnp.gates import compile as compilation
 from tnp.gates.compile_job import TARGETS
+from tnp.gates.results import wanted_of
 from tnp.ops.attention import FUSED, OPERATOR, SEPARATE
 from tnp.store.schemas import PROVENANCE, RUN, TABLES
 from tnp_lab import nvrtc
@@ -242,6 +245,55 @@ def test_each_defect_is_a_red_check_of_the_implementation_it_is_in(monkeypatch):
     assert users == [("attention", "fused"), ("attention", "separate"), *[("mlp", "fused")] * 3]
     assert checks[0].check == "k bfloat16 BLOCK_M=64 for sm_80"
     assert not any({"users", "package", "code"} & row.keys() for row in kernels.kernel_rows())
+
+
+def test_a_few_bytes_are_spilled_only_by_kernels_that_may():
+    def red(kernel: str, target: str) -> bool:
+        row = GOOD | {"kernel": kernel, "target": target, "spill_bytes": 8}
+        return any(value > bound for _, value, bound in compilation.faults(row))
+
+    assert not red("centred_keys", "sm_86") and not red("centred_keys", "sm_89")
+    assert red("attention_fwd", "sm_86") and red("few_keys_bwd", "sm_89")
+    assert red("centred_keys", "sm_90a")
+
+
+# Implementations that are refused where shared memory lacks. The kernel that needs it is compiled
+# for a capability whose blocks have enough.
+NEEDS = {
+    "few_keys_bwd": (
+        ("attention", "separate", "float32", 90),
+        {"batch": 1, "n_heads": 8, "n_q": 64, "n_k": 128, "head_dim": 32},
+    ),
+    "buffered_attention_fwd": (
+        ("buffered_attention", "triton", "float32", 90),
+        {"batch": 1, "n_heads": 4, "n_q": 256, "n_k": 128, "n_buffer": 64, "head_dim": 32},
+    ),
+    "mlp": (("mlp", "single", "bfloat16", 80), {"rows": 64, "d_model": 512, "d_ff": 1408}),
+    "rms_norm_linear": (
+        ("rms_norm_linear", "triton", "bfloat16", 80),
+        {"rows": 40, "width": 512, "n_out": 1536},
+    ),
+}
+
+
+@pytest.mark.parametrize("kernel", NEEDS)
+def test_a_declared_need_of_shared_memory_is_the_compilers(kernel):
+    """An implementation serves a GPU with as many bytes as its kernel takes, and no other."""
+    (op, name, dtype, capability), sizes = NEEDS[kernel]
+    with kept.FILE.open(newline="") as file:
+        needed = max(
+            int(line["shared_bytes"])
+            for line in csv.DictReader(file)
+            if (line["kernel"], line["dtype"], line["target"])
+            == (kernel, dtype, TARGETS[capability])
+        )
+    operator, own = catalog().operator(op), catalog().load(op, name)
+    enough = replace(devices.of_capability(capability), shared_bytes=needed)
+    problem = operator.problem(dtype, **sizes)
+    call = Call(problem, enough, wanted_of(operator, own, Case(problem)))
+    assert own.supported(call) is None
+    lacking = replace(call, target=replace(enough, shared_bytes=needed - 1))
+    assert f"needs {needed / 1024:.0f} KB of shared memory" in own.supported(lacking)
 
 
 def test_a_defect_stops_only_what_launches_the_kernel(monkeypatch):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tnp.dispatch import devices
 from tnp.ops.attention import attention
 from tnp.ops.attention.flash_attn import flash_attn_func
 
@@ -58,6 +59,21 @@ def test_by_default_it_is_what_auto_chooses(inputs):
     q, k, v = (x.transpose(1, 2) for x in inputs)
     own = attention(q, k, v, implementation="auto").transpose(1, 2)
     torch.testing.assert_close(flash_attn_func(*inputs), own, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"return_attn_probs": True}, {"deterministic": True, "causal": True}],
+    ids=["logarithms", "deterministic"],
+)
+def test_the_cpu_takes_the_reference_where_auto_finds_nothing(inputs, asked, monkeypatch):
+    monkeypatch.setitem(devices._seen, torch.device("cpu"), devices.CPU)
+    inputs = [x[:, :5] for x in inputs]  # a size without a plan for the interpreter
+    given = flash_attn_func(*inputs, **asked)
+    named = flash_attn_func(*inputs, **asked, implementation="reference")
+    torch.testing.assert_close(given, named, atol=0, rtol=0)
+    with pytest.raises(ValueError, match="only 'reference' promises equal gradients here"):
+        flash_attn_func(*inputs, deterministic=True, implementation="separate")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tnp.bench import __main__ as bench
 from tnp.bench import closeness, compare, isolate, process, provenance
 from tnp.bench.comparison import Comparison
 from tnp.bench.measure import measure_op
+from tnp.bench.outcome import failure_rows
 from tnp.bench.policy import Policy
 from tnp.dispatch import devices, registry
 from tnp.dispatch.spec import Implementation
@@ -180,6 +181,44 @@ def test_compare_returns_rows_and_the_winner(declared, here):
     assert rows["slow"]["difference"] == 0 and rows["off"]["status"] == "error"
 
 
+def test_compare_takes_a_string_as_one_name(here):
+    sizes = {"rows": 6, "width": 40, "dtype": "float32"}
+    found = compare("swiglu", implementations="torch", passes="backward", **sizes)
+    assert (found.names, found.passes) == (("torch",), ("backward",))
+
+
+def test_the_winner_has_numbers_and_a_failed_comparison_says_why(declared, here, monkeypatch):
+    fast = Implementation("fast", run=OPERATOR.reference)
+    broken = Implementation("broken", run=OPERATOR.reference)
+    declared(fast, broken)
+
+    def run_isolated(kind, parameters, timeout_s):
+        rows = failure_rows(kind, parameters, "ok", "still noisy")["ops"]
+        times = {"torch": 3.0, "fast": 2.0, "broken": 1.0}
+        return {"ops": [row | {"time_ms_p50": times[row["implementation"]]} for row in rows]}
+
+    def called(operator, name, *arguments, **options):
+        if name == "broken":
+            raise RuntimeError("no room")
+        return operator.reference(*arguments) * (float("nan") if name == "fast" else 1)
+
+    monkeypatch.setattr(isolate, "run_isolated", run_isolated)
+    monkeypatch.setattr(closeness, "_called", called)
+    sizes = {"rows": 6, "width": 40, "dtype": "float32"}
+    found = compare("swiglu", implementations=["torch", "fast", "broken"], **sizes)
+    torchs, fasts, brokens = found.rows
+    assert torchs["difference"] == 0 and math.isnan(fasts["difference"])
+    assert brokens["difference"] is None
+    assert torchs["reason"] == fasts["reason"] == "still noisy"
+    reason = "still noisy; not compared with PyTorch's: RuntimeError: no room"
+    assert brokens["reason"] == reason and found.winner == "broken"
+    assert replace(found, rows=found.rows[:2]).winner == "torch"  # not the faster NaN
+
+    monkeypatch.setattr(process, "run_child", lambda *_: {"failure": ["killed", "no memory"]})
+    rows = compare("swiglu", implementations="torch", **sizes).rows
+    assert rows[0]["reason"].endswith("; not compared with PyTorch's: no memory")
+
+
 def test_results_are_compared_with_pytorchs(declared):
     off = Implementation("off", run=lambda gate, up: OPERATOR.reference(gate, 2 * up))
     nothing = Implementation("nothing", run=lambda gate, up: gate * up * float("nan"))
@@ -208,10 +247,17 @@ def test_results_are_compared_with_pytorchs(declared):
         ({"op": "swiglu", "rows": 3, "width": 4, "dtype": "int8"}, "dtype is 'int8': choose from"),
         ({"op": "swiglu", "rows": 3, "width": 4, "passes": ["both"]}, "passes is 'both': choose"),
         ({"op": "swiglu", "rows": 3, "width": 4, "warmup_s": -1}, "warmup_s is -1: it must be"),
-        ({"op": "swiglu", "rows": 3, "width": 4, "iters": 0}, "it must be at least 1"),
+        ({"op": "swiglu", "rows": 3, "width": 4, "warmup_s": "x"}, "warmup_s is 'x': it must be"),
+        ({"op": "swiglu", "rows": 3, "width": 4, "iters": 0}, "iters is 0: it must be a whole"),
+        ({"op": "swiglu", "rows": 3, "width": 4, "iters": 2.5}, "iters is 2.5: it must be a whole"),
+        ({"op": "swiglu", "rows": 3, "width": 4, "iters": "3"}, "iters is '3': it must be a whole"),
+        ({"op": "swiglu", "rows": 0, "width": 4}, "rows is 0: it must be a whole number, at least"),
+        ({"op": "swiglu", "rows": 3, "width": 4, "passes": []}, "passes is empty: name at least"),
+        ({"op": "swiglu", "rows": 3, "width": 4, "implementations": []}, "implementations is empt"),
     ],
 )
-def test_compare_refuses_in_one_sentence(arguments, said):
+def test_compare_refuses_in_one_sentence(arguments, said, monkeypatch):
+    monkeypatch.setattr(isolate, "run_isolated", None)  # before any work starts
     op, rest = arguments["op"], {name: x for name, x in arguments.items() if name != "op"}
     with pytest.raises(ValueError, match=said):
         compare(op, **rest)
@@ -311,13 +357,17 @@ def test_device_says_why_not(declared, capsys):
     assert "it needs compute capability 8.0 or newer, this GPU has 7.5" in line
 
 
-@pytest.mark.parametrize("text", ["12345", "0", "10", "99", "8.60", "A100"])
+@pytest.mark.parametrize("text", ["12345", "0", "10", "99", "8.60", "A100", "sm_80a"])
 def test_a_capability_that_is_none_is_one_sentence(text, capsys):
     with pytest.raises(SystemExit):
         device.main(["--capability", text])
     said = sentence(capsys)
     assert f"'{text}' is no compute capability of a GPU: choose from 5.0, " in said
     assert " 8.6, " in said
+
+
+def test_architectures_with_a_form_of_their_own_are_capabilities():
+    assert (device.capability("sm_90a"), device.capability("sm_120a")) == (90, 120)
 
 
 @pytest.mark.parametrize("text", ["86", "8.6", "sm_86"])

@@ -20,12 +20,12 @@ import sys
 from collections.abc import Sequence
 
 from tnp.bench import asked, comparison
-from tnp.bench.comparison import CLOSE, PASSES, Comparison
+from tnp.bench.comparison import CLOSE, Comparison
 from tnp.bench.policy import Policy
 from tnp.dispatch import devices
 from tnp.dispatch.devices import Datasheet
 from tnp.dispatch.registry import catalog
-from tnp.dispatch.spec import FLOATS, ITEMSIZE, Operator, Problem
+from tnp.dispatch.spec import FLOATS, ITEMSIZE, PASSES, Operator, Problem
 from tnp.util.cli import Parser, end_with, seconds, size, table
 
 PROGRAM = "python -m tnp.bench"

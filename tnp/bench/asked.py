@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 
 from tnp.dispatch.spec import FLOATS, Case, Operator, Problem, Value
+from tnp.util.checks import require_count
 from tnp.util.cli import Parser, option, size
 
-# Options have the same names for every operator. Recorded rows keep some operators' own names.
+# Options for sizes that recorded rows call otherwise than most operators do.
 SPELLED = {
     "heads": "n_heads",
     "kv_heads": "n_kv_heads",
@@ -21,17 +22,14 @@ def add_problem(parser: Parser, operator: Operator, required: bool = True) -> No
     """Adds an operator's sizes, options and dtype to a parser. `required`: sizes must be given."""
     for name in operator.sizes:
         spelled = option(SPELLED.get(name, name))
-        parser.add_argument(
-            spelled, dest=name, type=size, required=required, metavar="N", help="a size"
-        )
+        parser.add_argument(spelled, dest=name, type=size, required=required, metavar="N")
     for name, kind in operator.options.items():
-        named = {"help": "an option of the operator"}
         if kind is bool:
-            parser.add_argument(option(name), action="store_true", **named)
+            parser.add_argument(option(name), action="store_true")
         elif isinstance(kind, tuple):
-            parser.add_argument(option(name), choices=kind, type=type(kind[0]), **named)
+            parser.add_argument(option(name), choices=kind, type=type(kind[0]))
         else:
-            parser.add_argument(option(name), type=kind, metavar=kind.__name__, **named)
+            parser.add_argument(option(name), type=kind, metavar=kind.__name__)
     for name in operator.optional:
         help_text = f"with the tensor {name}"
         parser.add_argument(option(name), action="store_true", help=help_text)
@@ -49,7 +47,7 @@ def problem(operator: Operator, dtype: str | None, named: dict[str, Value]) -> P
     """Returns the problem of these sizes and options; None stands for bfloat16.
 
     Raises:
-        ValueError: a name or a value is not allowed, or no tensors have these sizes.
+        ValueError: a name or a value is not allowed, a size is 0, or no tensors have these sizes.
     """
     import torch
 
@@ -59,6 +57,8 @@ def problem(operator: Operator, dtype: str | None, named: dict[str, Value]) -> P
     if dtype not in FLOATS:
         raise ValueError(f"dtype is {dtype!r}: choose from {', '.join(FLOATS)}")
     found = operator.problem(dtype, **named)
+    for name, value in found.sizes:
+        require_count(name, value, at_least=1)
     case = Case(found)
     drawn = operator.draw(case, Random(case, torch.device("meta")))
     inputs = [drawn.get(name) for name in operator.tensors]

@@ -12,6 +12,7 @@ from tnp.dispatch import devices
 from tnp.dispatch.call import call
 from tnp.dispatch.registry import catalog, is_automatic
 from tnp.dispatch.spec import Call, Case, Implementation, Operator
+from tnp.experiment.failures import classify
 from tnp.gates.results import Results, compute, wanted_of
 from tnp.ops._shared.random_values import Random, Upstream
 
@@ -20,6 +21,7 @@ def measure_closeness(parameters: dict) -> list[dict[str, Any]]:
     """Returns a row for each implementation and pass of a job of `tnp.bench.outcome.op_job`.
 
     `difference` is the largest absolute difference between an element of its results and PyTorch's.
+    If an implementation fails, it is None and `reason` says why; otherwise `reason` is None.
     PyTorch's are those of its plain form, or of the operator's reference where that form refuses
     the problem. NaN differs from everything, so that its difference is NaN.
     """
@@ -42,7 +44,11 @@ def measure_closeness(parameters: dict) -> list[dict[str, Any]]:
     rows = []
     for name in parameters["implementations"]:
         found = plain if is_automatic(name) else catalog().load(operator.name, name)
-        given = results(found, partial(_called, operator, name))
+        failed = None
+        try:
+            given = results(found, partial(_called, operator, name))
+        except Exception as error:  # the others are compared all the same
+            given, (_, failed) = {}, classify(error)
         for pass_ in parameters["passes"]:
             pairs = [
                 (x, expected[result])
@@ -52,7 +58,8 @@ def measure_closeness(parameters: dict) -> list[dict[str, Any]]:
                 and expected.get(result) is not None
             ]
             difference = largest_difference(pairs) if pairs else None
-            rows.append({"implementation": name, "pass": pass_, "difference": difference})
+            about = {"implementation": name, "pass": pass_}
+            rows.append(about | {"difference": difference, "reason": failed})
     return rows
 
 

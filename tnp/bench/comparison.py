@@ -12,18 +12,16 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from tnp.bench import asked
-from tnp.bench.policy import Policy
+from tnp.bench.policy import TIMEOUT_S, Policy
 from tnp.dispatch.registry import catalog, is_automatic
-from tnp.dispatch.spec import Call, Case, Operator, Problem, Value
+from tnp.dispatch.spec import PASSES, Call, Case, Operator, Problem, Value
+from tnp.util.checks import require_count, require_real
 
-TIMEOUT_S = 900.0
-PASSES = ("forward", "backward")
 # Two results are close if no element differs by more: torch.allclose with this atol, and rtol 0.
 CLOSE = 2e-2
 
@@ -34,7 +32,8 @@ class Comparison:
 
     `rows` are those of table "ops", one for each implementation and pass, failures included. A
     timed row also has `difference`: the largest absolute difference between an element of its
-    results and PyTorch's, or None if they could not be compared.
+    results and PyTorch's, or None if they were not compared. It is NaN if either has NaN. If the
+    comparison failed, `reason` says why.
     """
 
     problem: Problem
@@ -55,8 +54,14 @@ class Comparison:
 
     @property
     def winner(self) -> str | None:
-        """Returns the implementation with the shortest time of all passes, or None."""
-        times = self.times_ms
+        """Returns the implementation with the shortest time of all passes, or None.
+
+        An implementation whose `difference` is NaN is left out. One whose results are not close is
+        not left out: `difference` and `max_abs_error` say how far off they are.
+        """
+        differences = ((row["implementation"], row.get("difference")) for row in self.rows)
+        wrong = {name for name, value in differences if value is not None and math.isnan(value)}
+        times = {name: ms for name, ms in self.times_ms.items() if name not in wrong}
         return min(times, key=times.__getitem__, default=None)
 
 
@@ -65,8 +70,8 @@ def compare(
     /,
     *,
     dtype: str | None = None,
-    implementations: Iterable[str] | None = None,
-    passes: Iterable[str] = ("forward",),
+    implementations: str | Iterable[str] | None = None,
+    passes: str | Iterable[str] = "forward",
     iters: int | None = None,
     warmup_s: float | None = None,
     **sizes: Value,
@@ -76,11 +81,13 @@ def compare(
     Args:
         op: the operator's name.
         dtype: of the activations: "bfloat16", "float16" or "float32"; None is bfloat16.
-        implementations: names, "torch", "own" or "auto"; None is every one that is known.
-        passes: "forward", "backward" or both.
+        implementations: one name or several: an implementation's own, "torch", "own" or "auto".
+            None is every one that is known.
+        passes: "forward", "backward", or both in a list.
         iters: the number of samples of each; None samples until means are precise.
         warmup_s: seconds to warm up at least; None is 2.
-        sizes: the operator's sizes and options by name; True for an optional tensor that is given.
+        sizes: the operator's sizes, at least 1, and options by name; True for an optional tensor
+            that is given.
 
     Raises:
         ValueError: a name, size or number is not allowed.
@@ -88,41 +95,57 @@ def compare(
     """
     operator = catalog().operator(op)
     names = resolved(operator, implementations)
-    passes = tuple(dict.fromkeys(passes))
+    passes = _each("passes", passes)
     require_passes(operator, passes)
     timing = policy(iters, warmup_s)
     return compare_at(operator, asked.problem(operator, dtype, sizes), names, passes, timing)
 
 
-def resolved(operator: Operator, names: Iterable[str] | None) -> tuple[str, ...]:
+def _each(argument: str, given: str | Iterable[str]) -> tuple[str, ...]:
+    """Returns the names given, each once. Raises ValueError if there is none."""
+    one = isinstance(given, str) or not isinstance(given, Iterable)
+    names = tuple(dict.fromkeys([given] if one else given))
+    if not names:
+        raise ValueError(f"{argument} is empty: name at least one")
+    return names
+
+
+def resolved(operator: Operator, names: str | Iterable[str] | None) -> tuple[str, ...]:
     """Returns names without "torch" and "own", which it replaces, or all names for None.
 
-    Raises ValueError for an unknown one.
+    Raises ValueError for an unknown one, and for none at all.
     """
     if names is None:
         return tuple(catalog().names(operator.name))
     return tuple(dict.fromkeys(
         name if is_automatic(name) else catalog().listed(operator.name, name).name
-        for name in names
+        for name in _each("implementations", names)
     ))  # fmt: skip
 
 
 def require_passes(operator: Operator, passes: Sequence[str]) -> None:
-    """Raises ValueError unless the operator has these passes, at least one."""
-    wrong = [pass_ for pass_ in passes if pass_ not in PASSES]
-    if wrong or not passes:
-        named = repr(wrong[0]) if wrong else "empty"
-        raise ValueError(f"passes is {named}: choose from {' and '.join(PASSES)}")
+    """Raises ValueError unless the operator has these passes."""
+    for pass_ in passes:
+        if pass_ not in PASSES:
+            raise ValueError(f"passes is {pass_!r}: choose from {' and '.join(PASSES)}")
     if "backward" in passes and not operator.differentiated:
         raise ValueError(f"{operator.name} has no backward pass")
 
 
 def policy(iters: int | None = None, warmup_s: float | None = None) -> Policy:
-    """Returns how to time: `iters` samples of each, after at least `warmup_s` seconds."""
-    if warmup_s is not None and not 0.0 <= warmup_s < math.inf:
-        raise ValueError(f"warmup_s is {warmup_s!r}: it must be a number of seconds, at least 0")
-    changes: dict[str, Any] = {} if warmup_s is None else {"warmup_s": warmup_s}
+    """Returns how to time: `iters` samples of each, after at least `warmup_s` seconds.
+
+    Raises ValueError for other numbers.
+    """
+    changes: dict[str, Any] = {}
+    if warmup_s is not None:
+        changes["warmup_s"] = require_real("warmup_s", warmup_s)
+        if not 0.0 <= changes["warmup_s"] < math.inf:
+            raise ValueError(
+                f"warmup_s is {warmup_s!r}: it must be a number of seconds, at least 0"
+            )
     if iters is not None:
+        iters = require_count("iters", iters, at_least=1)
         changes |= {"min_samples": iters, "half_width": math.inf, "long_samples": iters}
     return Policy(**changes)
 
@@ -158,7 +181,7 @@ def compare_at(
 
 
 def _compare_results(job: dict, rows: list[dict[str, Any]]) -> None:
-    """Adds `difference` to timed rows; None if it is not known."""
+    """Adds `difference` to timed rows, and to `reason` why a comparison failed."""
     from tnp.bench.outcome import only
     from tnp.bench.process import run_child
 
@@ -167,14 +190,16 @@ def _compare_results(job: dict, rows: list[dict[str, Any]]) -> None:
     report: dict = {"compared": []}
     if whole:
         report = run_child(["tnp.bench.child", "closeness"], only(job, whole), TIMEOUT_S)
-    if "compared" not in report:
-        said = report["failure"][1]
-        print(f"results were not compared with PyTorch's: {said}", file=sys.stderr)
-    compared = report.get("compared", [])
-    found = {(row["implementation"], row["pass"]): row["difference"] for row in compared}
+    found = {(row["implementation"], row["pass"]): row for row in report.get("compared", [])}
+    failed = None if "compared" in report else report["failure"][1]
     for row in rows:
-        if row["status"] == "ok":
-            row["difference"] = found.get((row["implementation"], row["pass"]))
+        if row["status"] != "ok":
+            continue
+        compared = found.get((row["implementation"], row["pass"]), {})
+        row["difference"] = compared.get("difference")
+        if said := compared.get("reason", failed):
+            said = f"not compared with PyTorch's: {said}"
+            row["reason"] = "; ".join(filter(None, (row["reason"], said)))
 
 
 def _refused(

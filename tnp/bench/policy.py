@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 THROUGHPUT, LATENCY = "throughput", "latency"
+# Seconds without progress until a child is killed that a command or `compare` started.
+TIMEOUT_S = 900.0
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 FLOATS = ("bfloat16", "float16", "float32")
 ALL_FLOATS = (*FLOATS, "float64")  # taken by PyTorch's own forms
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
+PASSES = ("forward", "backward")
 OWN = "own"  # the provider of our implementations
 EIGHT_BITS = 5  # the specification's phase of every implementation in 8 bits
 # Compute capabilities that the compile gate compiles every dtype for: 8.6 has the least shared

@@ -64,7 +64,7 @@ TOOLTIP = [
     alt.Tooltip("verdict:N"),
     alt.Tooltip("best_peer_implementation:N", title="best peer"),
     alt.Tooltip("time_ms:Q", format=".4~r", title="ms"),
-    alt.Tooltip("share_of_roofline:Q", format=".0%", title="share of the ceiling"),
+    alt.Tooltip("share_of_roofline:Q", format=".0%", title="share of the measured rate"),
 ]
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import altair as alt
 import duckdb
 
+from tnp.dispatch.spec import PASSES
 from tnp.figures import data, theme
 from tnp.figures.data import Row
 from tnp.figures.layout import CHARACTER_WIDTH, LABEL_HEIGHT, Layout
@@ -21,7 +22,6 @@ MARK_HEIGHT = 16  # px
 LABEL_ROOM = 1.3  # room for a label right of the axis, as a share of it
 MOST_SHAPES = 32  # an operator with more shapes shows only the neural process's
 FEW_DECADES = 2.0  # an axis of fewer has numbers between powers of ten
-PASSES = ("forward", "backward")
 SHAPE_LABEL = {"fontSize": 11, "color": theme.MUTED}
 # Place of a label at the roofline → its offset, in px.
 LABELS = {"low": {"dy": -10}, "raised": {"dy": -25}, "slope": {"dx": 10, "dy": 6, "align": "left"}}

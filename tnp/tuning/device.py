@@ -7,8 +7,8 @@
 
 Each answer is for one problem: the first in the GPU's tuned table, or else the first case of the
 operator's gate. Column "auto" says why "auto" chooses an implementation, and is empty for the
-others. Column "tiles" has the blocks of the kernels that would run. --load imports implementations
-of other packages and asks them too.
+others. Column "tiles" has the blocks of the kernels that would run, and is empty for kernels whose
+configuration has no blocks. --load imports implementations of other packages and asks them too.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tnp.util.cli import Parser, end_with, table
 from tnp.util.extras import MissingExtra
 
 OLDEST = 80  # the compute capability from which on Triton kernels run
+SPECIFIC = 90  # the compute capability from which on architectures have a form such as sm_90a
 HEADER = ("operator", "implementation", "provider", "runs", AUTO, "tiles", "")
 
 
@@ -64,7 +65,7 @@ def capability(text: str) -> int:
     known = {
         form: one
         for one in devices.CAPABILITIES
-        for form in (str(one), str(one / 10), f"sm_{one}", f"sm_{one}a")
+        for form in (str(one), str(one / 10), f"sm_{one}", *[f"sm_{one}a"] * (one >= SPECIFIC))
     }
     if text not in known:
         choices = ", ".join(str(one / 10) for one in devices.CAPABILITIES)

@@ -19,21 +19,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from tnp.bench import asked
-from tnp.bench.policy import Policy
+from tnp.bench.policy import TIMEOUT_S, Policy
 from tnp.bench.sizes import in_step
 from tnp.dispatch import tuned_tables
 from tnp.dispatch.devices import Target
 from tnp.dispatch.registry import AUTO, catalog
-from tnp.dispatch.spec import FLOATS, Operator, Problem
+from tnp.dispatch.spec import FLOATS, PASSES, Operator, Problem
 from tnp.model.variants import storage_width
 from tnp.tuning import entries as tuning
 from tnp.util.cli import Parser, option, size, table
 
 PROGRAM = "python -m tnp.tuning"
-TIMEOUT_S = 900.0
 OF_MODEL = ("d_model", "n_heads", "d_ff", "n_components")
 HEADER = ("operator", "implementation", "forward ms", "backward ms", "")
-PASSES = ("forward", "backward")
 
 Drawn = tuple[Operator, Problem, dict]  # how the problem's values are drawn
 

@@ -4,15 +4,17 @@
 -- sequences of 32,768 tokens. In `ragged` problems the lengths are drawn up to that number. `paged`
 -- caches lie in pages; `sdpa` and `compiled` first gather them.
 --
--- "Share of the ceiling" is relative to the rate at which PyTorch's sum reads 1 GiB on a GPU of
--- this model. A longer read can exceed it. A plan is made on the host, once for each composition of
--- a batch. Planning time is not part of the time.
+-- The measured rate is that at which PyTorch's sum reads 1 GiB on a GPU of this model. A longer
+-- read can be faster, with a share above 100 %.
+--
+-- A plan is made on the host, once for each composition of a batch. Planning time is not part of
+-- the time.
 select
     device,
     shape || ': ' || in_words(problem) || ' ' || dtype as shape,
     implementation as ours,
     time_ms as ms,
-    format('{:.0f} %', 100 * share_of_roofline) as share_of_the_ceiling,
+    format('{:.0f} %', 100 * share_of_roofline) as share_of_measured_rate,
     others as "the_others,_ms",
     ratio_cell(speedup_best, speedup_best_low, speedup_best_high) as against_their_best,
     verdict_best as verdict,

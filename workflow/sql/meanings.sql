@@ -327,7 +327,7 @@ from (
     ('share_containing', 'share of intervals that contain 1'),
     ('share_high', 'share_of_roofline of the shortest run'),
     ('share_low', 'share_of_roofline of the longest run'),
-    ('share_of_roofline', 'shortest possible time over the measured one'),
+    ('share_of_roofline', 'time at the device''s own measured ceilings over the row''s time'),
     ('shared_bytes', 'bytes of shared memory of a block'),
     ('shared_limit_bytes', 'bytes of shared memory that the target allows'),
     ('sizes', 'dtype and sizes as text'),

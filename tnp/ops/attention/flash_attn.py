@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tnp.dispatch.devices import of_device
 from tnp.dispatch.registry import AUTO
 from tnp.ops.attention import attention
 from tnp.ops.attention.layouts import heads_first, tokens_first
@@ -43,9 +44,11 @@ def flash_attn_func(
             left side.
         softcap: must be 0.
         alibi_slopes: must be None.
-        deterministic: whether gradients are equal from run to run. True selects `separate`.
+        deterministic: whether gradients are equal from run to run. True selects `separate`, or
+            `reference` on the CPU.
         return_attn_probs: whether to return the logarithms of softmax's denominators too.
-        implementation: an implementation of `attention`, by default "auto".
+        implementation: an implementation of `attention`, by default "auto". On the CPU "auto" is
+            `reference` if logarithms are returned.
 
     Returns:
         [B, n_q, H, D] in q's dtype. With `return_attn_probs` it returns (this result, the natural
@@ -65,13 +68,15 @@ def flash_attn_func(
         raise ValueError(
             "alibi_slopes are given: they must be None, because our attention has none"
         )
-    if deterministic:
-        if implementation not in (AUTO, "separate"):
-            raise ValueError(
-                f"deterministic is True and implementation {implementation!r}: only 'separate' "
-                "promises equal gradients"
-            )
-        implementation = "separate"
+    on_cpu = of_device(q.device).kind == "cpu"
+    equal = "reference" if on_cpu else "separate"
+    if deterministic and implementation not in (AUTO, equal):
+        raise ValueError(
+            f"deterministic is True and implementation {implementation!r}: only {equal!r} "
+            "promises equal gradients here"
+        )
+    if deterministic or (on_cpu and return_attn_probs and implementation == AUTO):
+        implementation = equal
     causal, window = _window(causal, window_size)
     found = attention(
         heads_first(q),
