@@ -1,7 +1,7 @@
 -- Grain: a recorded check of a gate, with its run and what it is about: "family/implementation", or
 -- "" for all implementations. Early checks name no operator and are about attention. `phase` of an
--- implementation's gate is the one that the catalog says today, whatever was recorded. Nine gates of
--- the model have none: since 2026-11-23 gates of implementations replace them.
+-- implementation's gate is the one that the catalog says today, whatever was recorded. Nine gates
+-- have none: gates of implementations replaced them on 2026-11-23.
 create or replace view stg_gates as
 with families as (
     select distinct
