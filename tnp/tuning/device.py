@@ -47,11 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             target = devices.of_capability(given.capability)
         else:
             target = _named(given.gpu) if given.gpu else _here()
+        operators = catalog().operators.values()
+        rows = [row for operator in operators for row in answers(operator, target, given.load)]
     except ValueError as error:
         parser.error(str(error))
     print("\n".join(about(target, given.gpu or target.model)) + "\n")
-    operators = catalog().operators.values()
-    rows = [row for operator in operators for row in answers(operator, target, given.load)]
     print(table(HEADER, rows))
     for fault in catalog().faults:
         print(f"\n{fault}")
