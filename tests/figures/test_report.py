@@ -92,6 +92,8 @@ def test_a_time_is_backed_by_the_gates_of_its_own_implementation(recorded):
     own = {config_id for (config_id,) in own}
     assert {row["config_id"] in own for row in rows} == {True, False}
     assert all(bool(row["gates"]) == (row["config_id"] in own) for row in rows)
-    parts = [{code.split()[0] for code in row["code"]} for row in rows]
+    sets = recorded.sql("select code_set, list(distinct part) from code_parts group by all")
+    parts = {name: {*found} for name, found in sets.fetchall()}
     # Whole modules stand in rows from before definitions were told apart.
-    assert all("package" in one and ("module" in one) != ("definition" in one) for one in parts)
+    for one in (parts[name] for row in rows for name in row["code_sets"]):
+        assert "package" in one and ("module" in one) != ("definition" in one)
