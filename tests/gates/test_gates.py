@@ -19,5 +19,5 @@ def test_gate(gate):
     rows = run_gate(gate, DEVICE)["gates"]
     if rows[0]["status"] == "unsupported":
         pytest.skip(rows[0]["reason"])
-    red = [row for row in rows if not row["passed"]]
+    red = [row for row in rows if row["status"] != "unsupported" and not row["passed"]]
     assert rows and not red, "\n".join(map(str, red))

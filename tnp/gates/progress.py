@@ -56,22 +56,21 @@ class Progress:
 
         The newest file says which identity is the current one. Others are left out.
         """
-        merged: list[dict[str, Any]] = []
-        known: set[str] = set()
-        files = (file for file in (*others, path) if file.is_file())
-        newest_first = sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True)
-        for about, *rest in filter(None, map(_lines, newest_first)):
-            merged = merged or [about]
+        files = {file: lines for file in (path, *others) if (lines := _lines(file))}
+        if not files:
+            return
+        current = files[max(files, key=lambda file: file.stat().st_mtime_ns)][0]
+        merged, known = [current], set[str]()
+        for about, *rest in files.values():
             checks: list[dict[str, Any]] = []
-            for line in rest if about == merged[0] else ():
+            for line in rest if about == current else ():
                 checks.append(line)
                 if "part" in line:
                     merged += checks if line["part"] not in known else []
                     known.add(line["part"])
                     checks = []
-        if merged:
-            with replacing(path) as new:
-                new.write_text("".join(f"{json.dumps(line)}\n" for line in merged))
+        with replacing(path) as new:
+            new.write_text("".join(f"{json.dumps(line)}\n" for line in merged))
         for file in others:
             file.unlink(missing_ok=True)
 
