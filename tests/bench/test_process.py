@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -138,23 +139,30 @@ def test_what_a_child_started_ends_with_who_waits_for_it(tmp_path, end):
     wait_until(lambda: not is_alive(grandchild))
 
 
+def with_gates(run_gate: str, folder: Path, monkeypatch) -> None:
+    """Puts a module with this source of `run_gate` in the place of `tnp.gates`."""
+    (folder / "sitecustomize.py").write_text(
+        f"{run_gate}"
+        "import sys, types\n"
+        "gates = types.ModuleType('tnp.gates')\n"
+        "gates.run_gate, gates.Share, gates.NOT_FINISHED = run_gate, lambda *of: of, ()\n"
+        "gates.Blocked = gates.blocked = gates.ended = gates.gates_of = None\n"
+        f"gates.__path__ = [{str(ROOT / 'tnp/gates')!r}]\n"
+        "sys.modules['tnp.gates'] = gates\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
 def test_what_a_gate_started_ends_when_its_time_is_over(tmp_path, monkeypatch):
     pid_file = tmp_path / "pid"
     stub = (
-        "import subprocess, sys, time, types\n"
+        "import subprocess, sys, time\n"
         "def run_gate(gate, device, progress):\n"
         "    started = subprocess.Popen(['sleep', '600'])\n"
         f"    open({str(pid_file)!r}, 'w').write(str(started.pid))\n"
         "    time.sleep(600)\n"
-        "gates = types.ModuleType('tnp.gates')\n"
-        "gates.run_gate = run_gate\n"
-        "for name in ('NOT_FINISHED', 'Blocked', 'Share', 'blocked', 'ended', 'gates_of'):\n"
-        "    setattr(gates, name, None)\n"
-        f"gates.__path__ = [{str(ROOT / 'tnp/gates')!r}]\n"
-        "sys.modules['tnp.gates'] = gates\n"
     )
-    (tmp_path / "sitecustomize.py").write_text(stub)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with_gates(stub, tmp_path, monkeypatch)
     tables, limit_s = past_its_limit(
         lambda limit_s: gate_process.run(
             "baseline", "cpu", "cpu", {}, limit_s, tmp_path / "a", print
@@ -168,21 +176,14 @@ def test_what_a_gate_started_ends_when_its_time_is_over(tmp_path, monkeypatch):
 
 def test_the_last_process_of_a_gate_takes_what_its_shares_finished(tmp_path, monkeypatch):
     stub = (
-        "import sys, types\n"
         "def run_gate(gate, device, progress, share=None):\n"
         "    if share is None:\n"
         "        return {'gates': [*progress.rows, {'status': 'ok', 'whose': 'the last'}]}\n"
         "    progress.row({'status': 'ok', 'whose': share})\n"
         "    progress.finish(str(share), 2, [])\n"
         "    raise SystemExit(3 if share == (1, 2) else 0)\n"
-        "gates = types.ModuleType('tnp.gates')\n"
-        "gates.run_gate, gates.Share, gates.NOT_FINISHED = run_gate, lambda *of: of, ()\n"
-        "gates.Blocked = gates.blocked = gates.ended = gates.gates_of = None\n"
-        f"gates.__path__ = [{str(ROOT / 'tnp/gates')!r}]\n"
-        "sys.modules['tnp.gates'] = gates\n"
     )
-    (tmp_path / "sitecustomize.py").write_text(stub)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with_gates(stub, tmp_path, monkeypatch)
     file = tmp_path / "runs/unfinished/a.jsonl"
     tables = gate_process.run("baseline", "cpu", "cpu", {}, 60, file, print, n_shares=2)
     assert [row["whose"] for row in tables["gates"]] == [[0, 2], [1, 2], "the last"]

@@ -21,7 +21,7 @@ JOBS = specification.studies()
 THINGS = [thing for things in specification.documents().values() for _, thing in things]
 CONFIG = read(Path("config.yaml"))
 SHAPES = {job.get("shape") for jobs in specification.plan().jobs.values() for job in jobs.values()}
-# What a query may compare a column with.
+# Names that a query may compare a column with.
 NAMES = {
     "gate": {*GATES, *generic_gates()},
     "op": {*catalog().operators},

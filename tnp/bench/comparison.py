@@ -185,8 +185,8 @@ def _compare_results(job: dict, rows: list[dict[str, Any]]) -> None:
     from tnp.bench.outcome import only
     from tnp.bench.process import run_child
 
-    failed = {row["implementation"] for row in rows if row["status"] != "ok"}
-    whole = [name for name in job["implementations"] if rows and name not in failed]
+    not_timed = {row["implementation"] for row in rows if row["status"] != "ok"}
+    whole = [name for name in job["implementations"] if rows and name not in not_timed]
     report: dict = {"compared": []}
     if whole:
         report = run_child(["tnp.bench.child", "closeness"], only(job, whole), TIMEOUT_S)

@@ -1,4 +1,4 @@
--- What batch at small fits this GPU, and does checkpointing pay for a larger one?
+-- Which batch at small fits this GPU, and does checkpointing pay for a larger one?
 select device, variant, checkpoint, batch, status,
     round(tokens_per_s / 1e6, 2) as million_tokens_per_s,
     round(peak_memory_bytes / pow(2, 30), 1) as peak_memory_gib, valid

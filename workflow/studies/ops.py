@@ -6,7 +6,7 @@ from typing import Any
 from tnp.bench.outcome import implementation_of, op_job, twins
 from tnp.bench.policy import THROUGHPUT, question
 from tnp.dispatch.registry import AUTO, catalog, is_automatic
-from tnp.dispatch.spec import OWN
+from tnp.dispatch.spec import OWN, PASSES
 from tnp.gates import gates_of
 from tnp.store.schemas import CEILINGS, FORMATS
 from workflow import models, problems, settings, sources
@@ -31,7 +31,7 @@ class Sizes(Section):
 class Settings(Sizes, settings.Study):
     implementations: settings.SomeNames = ABSENT  # entry `ceilings` has none
     dtypes: settings.unique(settings.one_of(*problems.SHORT), 1) = ABSENT  # or compute_dtype
-    passes: settings.unique(settings.one_of("forward", "backward"), 1) = ABSENT  # or all
+    passes: settings.unique(settings.one_of(*PASSES), 1) = ABSENT  # or all
     timing: settings.OwnTiming = ABSENT
     d_ff_storage: settings.Size = ABSENT
 
