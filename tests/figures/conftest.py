@@ -61,7 +61,7 @@ def sized(shape: str) -> Row:
 # The longest that macro `format_cell` says.
 TRAINS = {
     "fp8": "less accurate a step, equal in training in 2 of 4 comparisons",
-    "pytorch_best_fp8": "less accurate a step, training not judged yet",
+    "pytorch_best_fp8": "less accurate a step, training not judged here",
 }
 
 

@@ -177,9 +177,9 @@ UNLIKE = seed_runs("fp8", SHIFTED, recipe=OTHER)
 @pytest.mark.parametrize(
     "trained, said",
     [
-        ([], "training not judged yet"),
-        (seed_runs("fp8", ALIKE[:4], range(4)), "training not judged yet"),
-        (seed_runs("fp8", ALIKE, device="other"), "training not judged yet"),
+        ([], "training not judged here"),
+        (seed_runs("fp8", ALIKE[:4], range(4)), "training not judged here"),
+        (seed_runs("fp8", ALIKE, device="other"), "training not judged here"),
         (seed_runs("fp8", ALIKE), "equal in training"),
         (seed_runs("fp8", SHIFTED), "not shown to be equal in training"),
         ([*seed_runs("fp8", ALIKE), *UNLIKE], "equal in training in 1 of 2 comparisons"),

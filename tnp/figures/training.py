@@ -143,7 +143,7 @@ def _of_seeds(rows: list[Row]) -> str:
     ):
         pair = of_pair[0]
         step = "less accurate a step, " if pair["less_accurate"] else ""
-        found = pair["variant_verdict"] or "training not judged yet"
+        found = pair["variant_verdict"] or "training not judged here"
         said.append(f"{pair['variant']} beside {pair['baseline_variant']}: {step}{found}")
     return "; ".join(said)
 

@@ -12,9 +12,6 @@
 -- the step time. A ratio above 1 says how many times as fast ours is. Ratios with an interval come
 -- from runs made together on one GPU. The times are medians of all runs, so dividing them may give
 -- a slightly different ratio.
---
--- Rows in 8 bits (e4m3) have a line of their own. They are compared with PyTorch's best in 16 bits
--- or, if it is faster, in 8 bits by package torchao.
 with gpus as (
     select
         device,
@@ -30,8 +27,7 @@ select
     case when best_pytorch_role = 'peer' then best_pytorch_step_ms end as "PyTorch's_best,_ms",
     step_ms as "ours,_ms",
     tokens_per_s / 1e3 as "ours,_thousand_tokens/s",
-    -- 8 bits are named with what they cost.
-    concat_ws(', ', variant, case when precision != '' then products_in end) as variant,
+    variant,
     coalesce(
         ratio_cell(speedup, speedup_low, speedup_high),
         case
@@ -46,6 +42,6 @@ select
 from speedup
 left join gpus using (device)
 -- Steps whose sizes vary have a table of their own. The largest GPU comes first, as in figures.
-where leads and valid and not varies
+where leads and valid and not varies and precision = ''
 order by
-    memory_bytes desc, device asc, precision asc, n_context asc, n_target asc, batch desc;
+    memory_bytes desc, device asc, n_context asc, n_target asc, batch desc;

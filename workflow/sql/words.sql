@@ -28,7 +28,7 @@ end;
 -- training with it, or null where there is none.
 create or replace macro format_cell(dtype, narrower, trains) as case coalesce(narrower, '')
     when '' then dtype
-    else concat('8 bits: less accurate a step, ', coalesce(trains, 'training not judged yet'))
+    else concat('8 bits: less accurate a step, ', coalesce(trains, 'training not judged here'))
 end;
 
 -- Macro: how good the evidence of a timed row is: 2 valid, 1 without evidence, 0 invalid, and null
