@@ -44,7 +44,9 @@ def test_it_is_never_chosen_but_by_its_name(here):  # noqa: F811
 
 
 def test_one_launch_has_a_block_for_each_tile(here):  # noqa: F811
-    x, weight, bias = (torch.empty(*shape, device="meta") for shape in [(257, 64), (129, 64), (129,)])
+    x, weight, bias = (
+        torch.empty(*shape, device="meta") for shape in [(257, 64), (129, 64), (129,)]
+    )
     noted = []
     with launcher.watched_others(noted.append):
         planned(x.half(), weight, bias).run((x.half(), weight, bias), ())

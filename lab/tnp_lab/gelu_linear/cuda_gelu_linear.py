@@ -36,9 +36,7 @@ def prepare(call: Call, config: object, inputs: tuple) -> Callable:
     """Prepares one launch, with a block for each tile of the result."""
     p, (rows, w) = call.problem, _operands(*inputs[:2])
     n_rows, n_out = p["rows"], p["n_out"]
-    constants = nvrtc.constants(
-        TYPE=nvrtc.TYPES[p.dtype], ROWS=ROWS, COLUMNS=COLUMNS, WARPS=WARPS
-    )
+    constants = nvrtc.constants(TYPE=nvrtc.TYPES[p.dtype], ROWS=ROWS, COLUMNS=COLUMNS, WARPS=WARPS)
     bound = Bound(
         nvrtc.Source(WMMA, constants), call.target.capability,
         (-(-n_rows // ROWS) * -(-n_out // COLUMNS),), WARPS * nvrtc.WARP,
