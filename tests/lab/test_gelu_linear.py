@@ -8,8 +8,13 @@ import torch.nn.functional as F
 
 from tests.lab import emulation
 from tests.lab.test_cuda import (  # noqa: F401
-    H200, assert_within_budget, emulates, here, judged, refused,
-)  # fmt: skip
+    H200,
+    assert_within_budget,
+    emulates,
+    here,
+    judged,
+    refused,
+)
 from tnp.dispatch import devices, launcher, plans, selection
 from tnp.dispatch.spec import Call
 from tnp.gates.checks import error_ratio
@@ -82,7 +87,7 @@ def test_gradients_from_the_z_of_cuda(here):  # noqa: F811
 @emulates
 @pytest.mark.parametrize("start, n_in", [(8, 40), (1, 40), (0, 39)])
 def test_numbers_beside_a_view_are_not_read(start, n_in, here):  # noqa: F811
-    """Rows lie among NaN. They start at multiples of 16 bytes, between these, or end between them."""
+    """Rows lie among NaN. Some start, or end, between multiples of 16 bytes."""
     whole = torch.full((2, 10, 56), float("nan")).half()
     x = whole[..., start : start + n_in]
     x.copy_(torch.randn(x.shape))

@@ -1,4 +1,4 @@
-"""Declares a linear layer with GELU in CUDA C++. Gradients come from Triton's kernels of `fused`."""
+"""Declares a linear layer with GELU in CUDA C++. Its backward pass is the one of `fused`."""
 
 from tnp.dispatch.spec import Call, Reason
 from tnp.ops.products import FUSED

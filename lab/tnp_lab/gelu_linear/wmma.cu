@@ -17,8 +17,8 @@
 // Step 4: rows in shared memory are 16 bytes longer than their numbers. Eight rows that a fragment
 //         reads at once would otherwise lie in the same banks, and be read one after another.
 // Step 5: bias and GELU are computed before z leaves the chip. wmma does not say which numbers of a
-//         fragment a lane holds. So fragments go through shared memory, whose tiles of x and w nobody
-//         needs any more. A lane then takes 8 neighbours of a row, and writes 16 bytes.
+//         fragment a lane holds. So fragments go through shared memory, where no warp needs the
+//         tiles of x and w any more. A lane then takes 8 neighbours of a row, and writes 16 bytes.
 //
 // Not done here: Hopper's wgmma reads its operands from shared memory and is about twice as fast.
 // Triton's kernel, tnp/ops/products/triton_product.py, has it.
@@ -70,7 +70,8 @@ __device__ float gelu(float z) {
   return __fdividef(z, 1.0f + exp2f(exponent));
 }
 
-// Computes a block's tile of y. x, w and bias start at its first row or column, y and z at their own.
+// Computes a block's tile of y. x, w and bias point to the tile's first row or column, y and z
+// to the first of all.
 template <typename T, int Rows, int Columns, int Warps>
 __device__ void gelu_tile(const T* x, const T* w, const float* bias, T* y, T* z,
                           long long stride_x, long long stride_w, long long first_row,
@@ -158,8 +159,8 @@ __device__ void gelu_tile(const T* x, const T* w, const float* bias, T* y, T* z,
 }
 
 // x: [n_rows, n_in], w: [n_out, n_in]: contiguous rows with these strides, multiples of 8, as n_in.
-// y and z: [n_rows, n_out], contiguous. z is written if save_z. Blocks that follow one another share
-// rows of x. All of them read w, which stays in L2.
+// y and z: [n_rows, n_out], contiguous. z is written if save_z. Blocks that follow one another read
+// the same rows of x. All blocks read w, which stays in L2.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) gelu_linear_wmma(
     const TYPE* x, const TYPE* w, const float* bias, TYPE* y, TYPE* z, long long stride_x,
     long long stride_w, long long n_rows, long long n_in, long long n_out, long long save_z) {
