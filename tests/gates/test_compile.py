@@ -34,6 +34,7 @@ IN_CUDA = {
     ("softmax", "one_pass"): "softmax_one_pass",
     ("row_sum", "tree"): "row_sum_block",
     ("row_sum", "shuffles"): "row_sum_block",
+    ("gelu_linear", "wmma"): "gelu_linear_wmma",
     ("attention", "wmma"): "attention_wmma",
     ("attention", "cute"): "attention_cute",
 }

@@ -79,10 +79,15 @@ def compiled_for(kernel: Kernel) -> set[int]:
 def _of_cases(operator: Operator, target: Target) -> Iterable[Problem]:
     """Returns the gate's largest problem for each dtype and options.
 
-    bfloat16 stands for float16 too, which needs as many registers. float32 is compiled for
-    `EVERY_DTYPE_ON` alone: a thread has equally many registers on all GPUs.
+    bfloat16 stands for float16 too, which needs as many registers. Before 8.0 both are compiled:
+    tensor cores take no bfloat16 there. float32 is compiled for `EVERY_DTYPE_ON` alone: a thread
+    has equally many registers on all GPUs.
     """
-    dtypes = ("bfloat16", "float32") if target.capability in EVERY_DTYPE_ON else ("bfloat16",)
+    dtypes = ["bfloat16"]
+    if target.capability < 80:
+        dtypes.append("float16")
+    if target.capability in EVERY_DTYPE_ON:
+        dtypes.append("float32")
     largest: dict[tuple, Problem] = {}
     for case in operator.cases(target):
         if case.problem.dtype not in dtypes:

@@ -44,6 +44,7 @@ inline float __int_as_float(uint32_t bits) {
   std::memcpy(&x, &bits, 4);
   return x;
 }
+inline float __fdividef(float x, float y) { return x / y; }
 
 // ------------------------------------------------------------------------------------------ threads
 

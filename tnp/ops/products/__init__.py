@@ -205,6 +205,7 @@ def _with_silu(x, weight, bias):
     return F.silu(F.linear(x, weight.to(x.dtype), bias.to(x.dtype)))
 
 
+FUSED = by_triton("fused", "gelu_linear", "tnp.ops.products.triton_gelu_linear")
 GELU_LINEAR = Operator(
     "gelu_linear",
     condition=left_out_by_tf32,
@@ -221,7 +222,7 @@ GELU_LINEAR = Operator(
             gradients=(),
             supported=on_cuda(80),
         ),
-        by_triton("fused", "gelu_linear", "tnp.ops.products.triton_gelu_linear"),
+        FUSED,
     ),
     describe=describe_gelu_linear,
     draw=draw_gelu_linear,
