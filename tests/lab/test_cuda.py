@@ -29,6 +29,9 @@ compiles = pytest.mark.skipif(
     nvrtc.missing() is not None, reason=f"CUDA C++ does not compile here: {nvrtc.missing()}"
 )
 emulates = pytest.mark.skipif(emulation.COMPILER is None, reason="g++ is not installed")
+emulates_cute = pytest.mark.skipif(
+    not (nvrtc.cutlass() and nvrtc.shutil.which("nvcc")), reason="CUTLASS or nvcc is not here"
+)
 
 
 @pytest.fixture
@@ -62,7 +65,7 @@ def test_cuda_refuses_in_a_sentence(here):
     assert ROWS("one_pass", "float32", ("x",), width=8) == "it is forward only"
     assert HEADS("float16", head_dim=64, causal=True, n_kv_heads=2) is None
     assert HEADS("bfloat16", ("q",), head_dim=128) is None
-    assert "64 and 128, not 96" in HEADS("float16", head_dim=96)
+    assert "64, 128, not 96" in HEADS("float16", head_dim=96)
     assert "not float32" in HEADS("float32", head_dim=64)
     assert "window=3" in HEADS("float16", head_dim=64, window=3)
     old = partial(HEADS, target=devices.of_capability(75), head_dim=64)
@@ -73,14 +76,19 @@ def test_cuda_refuses_in_a_sentence(here):
 
 
 def test_cute_needs_cutlass_and_nvcc(here, monkeypatch):
-    cute = partial(refused, "attention", "cute", batch=1, n_heads=4, n_q=9, n_k=9, head_dim=64)
+    sizes = {"batch": 1, "n_heads": 4, "n_q": 9, "n_k": 9, "head_dim": 64}
+
+    def cute(dtype, **changed):
+        return refused("attention", "cute", dtype, **sizes | changed)
+
     monkeypatch.setattr(nvrtc, "cutlass", lambda: None)
     assert "pip install './lab[cute]'" in cute("float16")
     monkeypatch.setattr(nvrtc, "cutlass", lambda: "/somewhere")
     monkeypatch.setattr(nvrtc.shutil, "which", lambda name: None)
     assert cute("float16").startswith("nvcc, which compiles sources with CUTLASS, is not here")
     monkeypatch.setattr(nvrtc.shutil, "which", lambda name: name)
-    assert cute("float16") is None
+    assert cute("float16") is None and cute("bfloat16", head_dim=32) is None
+    assert "32, 64, 128, not 96" in cute("float16", head_dim=96)
     assert "8.0 or newer" in cute("float16", target=devices.of_capability(75))
 
 
@@ -251,6 +259,20 @@ def test_attention_is_within_its_budget(dtype, n_q, n_k, head_dim, kind, here):
     kind = {"n_kv_heads": 1} | kind
     case = attention.OPERATOR.case(dtype, 1, 2 * kind["n_kv_heads"], n_q, n_k, head_dim, **kind)
     assert_within_budget("attention", "wmma", case)
+
+
+@emulates_cute
+@pytest.mark.parametrize("dtype, n_q, n_k, head_dim, kind", [
+    ("bfloat16", 133, 197, 32, {"n_kv_heads": 2}),
+    ("float16", 130, 130, 32, {"causal": True, "lse": True}),
+    ("float16", 33, 200, 64, {"causal": True}),  # the first tiles need no mask
+    ("float16", 200, 70, 64, {"causal": True}),  # the first 130 queries see no key
+    ("bfloat16", 129, 65, 128, {"base2": True, "magnitude": 8.0}),
+])  # fmt: skip
+def test_cute_is_within_its_budget(dtype, n_q, n_k, head_dim, kind, here):
+    kind = {"n_kv_heads": 1} | kind
+    case = attention.OPERATOR.case(dtype, 1, 2 * kind["n_kv_heads"], n_q, n_k, head_dim, **kind)
+    assert_within_budget("attention", "cute", case)
 
 
 @emulates

@@ -8,10 +8,10 @@ from tnp_lab.declared import by_cuda
 OPTIONS = ("base2", "causal", "lse", "n_kv_heads")
 
 
-def _in_cuda(call: Call) -> Reason:
+def _in_cuda(call: Call, head_dims: tuple[int, ...]) -> Reason:
     p = call.problem
-    if p["head_dim"] not in (64, 128):
-        return f"it takes head_dim 64 and 128, not {p['head_dim']}"
+    if p["head_dim"] not in head_dims:
+        return f"it takes head_dim {', '.join(map(str, head_dims))}, not {p['head_dim']}"
     if call.wanted and call.target.capability < 80:
         return "its backward pass is Triton's, from compute capability 8.0 on"
     if p.dtype == "bfloat16" and call.target.capability < 80:
@@ -19,10 +19,14 @@ def _in_cuda(call: Call) -> Reason:
     return None
 
 
+def _in_wmma(call: Call) -> Reason:
+    return _in_cuda(call, (64, 128))
+
+
 def _in_cute(call: Call) -> Reason:
     if call.target.capability < 80:
         return "its instructions need compute capability 8.0 or newer"
-    return _in_cuda(call)
+    return _in_cuda(call, (32, 64, 128))
 
 
 _LIMITS = {
@@ -34,7 +38,7 @@ WMMA = by_cuda(
     "wmma",
     "attention",
     "tnp_lab.attention.cuda_attention:FORWARD_WMMA",
-    _in_cuda,
+    _in_wmma,
     title="CUDA C++ with wmma",
     **_LIMITS,
 )

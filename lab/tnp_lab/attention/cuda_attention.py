@@ -23,27 +23,32 @@ from tnp_lab.launch import Bound
 WMMA = "tnp_lab.attention.wmma:attention_wmma"
 CUTE = "tnp_lab.attention.cute:attention_cute"
 CUTE_TYPES = {"bfloat16": "cute::bfloat16_t", "float16": "cute::half_t"}
-WARPS, QUERIES_OF_A_WARP = 4, 16
+WARPS = 4
 
 
 def prepare_wmma(call: Call, config: object, inputs: tuple) -> Callable:
     """Prepares one launch of `wmma.cu`, with a block for 64 queries of a head."""
-    return _prepare(call, inputs, WMMA, nvrtc.TYPES)
+    return _prepare(call, inputs, WMMA, nvrtc.TYPES, 16)
 
 
 def prepare_cute(call: Call, config: object, inputs: tuple) -> Callable:
-    """Prepares one launch of `cute.cu`, with a block for 64 queries of a head."""
-    return _prepare(call, inputs, CUTE, CUTE_TYPES, nvrtc.cutlass() or "")
+    """Prepares one launch of `cute.cu`, with a block for 128 queries of a head."""
+    return _prepare(call, inputs, CUTE, CUTE_TYPES, 32, nvrtc.cutlass() or "")
 
 
 def _prepare(
-    call: Call, inputs: tuple, kernel: str, types: Mapping[str, str], cutlass: str = ""
+    call: Call,
+    inputs: tuple,
+    kernel: str,
+    types: Mapping[str, str],
+    queries_of_a_warp: int,
+    cutlass: str = "",
 ) -> Callable:
     as_read = with_aligned_rows if not call.aligned else lambda x: x
     q, k, v = map(as_read, inputs[:3])
     n_heads, n_q, head_dim = q.shape[1:]
     of_o, of_lse = rows_layout(q), lse_layout(q)
-    n_tiles = -(-n_q // (WARPS * QUERIES_OF_A_WARP))
+    n_tiles = -(-n_q // (WARPS * queries_of_a_warp))
     constants = nvrtc.constants(TYPE=types[call.problem.dtype], HEAD_DIM=head_dim, WARPS=WARPS)
     bound = Bound(
         nvrtc.Source(kernel, constants, cutlass), call.target.capability,
