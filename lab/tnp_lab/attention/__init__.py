@@ -1,7 +1,6 @@
-"""Declares attention in CUDA C++, with wmma and in CuTe. The portable backward reads their lse."""
+"""Declares attention in CUDA C++, forward with wmma and in CuTe, backward with wmma."""
 
-from tnp.dispatch.spec import Call, Reason
-from tnp.ops.attention import PORTABLE_BACKWARD
+from tnp.dispatch.spec import Call, Operation, Reason
 from tnp_lab import nvrtc
 from tnp_lab.declared import by_cuda
 
@@ -12,8 +11,6 @@ def _in_cuda(call: Call, head_dims: tuple[int, ...]) -> Reason:
     p = call.problem
     if p["head_dim"] not in head_dims:
         return f"it takes head_dim {', '.join(map(str, head_dims))}, not {p['head_dim']}"
-    if call.wanted and call.target.capability < 80:
-        return "its backward pass is Triton's, from compute capability 8.0 on"
     if p.dtype == "bfloat16" and call.target.capability < 80:
         return "tensor cores take bfloat16 from compute capability 8.0 on"
     return None
@@ -29,8 +26,11 @@ def _in_cute(call: Call) -> Reason:
     return _in_cuda(call, (32, 64, 128))
 
 
+BACKWARD = Operation(
+    "attention.cuda_backward", ("tnp_lab.attention.cuda_attention:BACKWARD_WMMA",)
+)
 _LIMITS = {
-    "backward": PORTABLE_BACKWARD,
+    "backward": BACKWARD,
     "dtypes": ("bfloat16", "float16"),
     "options": OPTIONS,
 }

@@ -55,9 +55,6 @@ __device__ float over_row(float x, bool maximum) {  // of the four lanes that sh
   return x;
 }
 
-// A row that has seen no key yet has no maximum to subtract.
-__device__ float reference(float m) { return m == __int_as_float(0xff800000) ? 0.0f : m; }
-
 __device__ float power_of_2(float x) {  // exp2f spends three more instructions on tiny results
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -211,25 +208,23 @@ struct Attention {
 #pragma unroll
         for (int j = 1; j < size<1>(rows); ++j) top = fmaxf(top, rows(i, j));
         top = fmaxf(m[i], over_row(top, true) * scale);
-        factors[i] = power_of_2(m[i] - reference(top));
+        // A row that has seen no key yet has no maximum to subtract.
+        const float reference = top == -infinity ? 0.0f : top;
+        factors[i] = power_of_2(m[i] - reference);
         grew |= top != m[i];
         m[i] = top;
+        l[i] *= factors[i];
+#pragma unroll
+        for (int j = 0; j < size<1>(rows); ++j) {
+          rows(i, j) = power_of_2(fmaf(rows(i, j), scale, -reference));
+          l[i] += rows(i, j);
+        }
       }
       if (__any_sync(0xffffffffu, grew)) {
 #pragma unroll
         for (int i = 0; i < Rows; ++i) {
-          l[i] *= factors[i];
 #pragma unroll
           for (int j = 0; j < size<1>(out_rows); ++j) out_rows(i, j) *= factors[i];
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < Rows; ++i) {
-        const float subtracted = reference(m[i]);
-#pragma unroll
-        for (int j = 0; j < size<1>(rows); ++j) {
-          rows(i, j) = power_of_2(fmaf(rows(i, j), scale, -subtracted));
-          l[i] += rows(i, j);
         }
       }
 

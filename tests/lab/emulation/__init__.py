@@ -14,6 +14,8 @@ from tnp_lab.launch import Launch
 HEADERS = Path(__file__).parent
 EMPTY = ("cuda_bf16.h", "cuda_fp16.h", "cuda_pipeline_primitives.h", "mma.h")  # cuda.h says it all
 COMPILER = shutil.which("g++")
+# Kernels that differ only in macros must not share their static memory.
+APART = "-fno-gnu-unique"
 # An instruction of one operand in PTX, and what computes it here.
 ASSEMBLY = re.compile(r'asm\("(\S+) %0, %1;" : "=f"\((\w+)\) : "f"\((\w+)\)\)')
 PTX = {"ex2.approx.ftz.f32": "exp2f"}
@@ -36,12 +38,13 @@ def _compiled(source: nvrtc.Source, text: str) -> Launch:
         f'extern "C" void run(unsigned grid, unsigned threads, void** given) {{ {entry}; }}\n'
     )
     if source.cutlass:  # nvcc knows where CUDA's headers are, which CUTLASS's include
-        command = ["nvcc", "-x", "c++", "-O1", "-std=c++20", "-Xcompiler=-w,-fPIC", "-shared"]
+        command = ["nvcc", "-x", "c++", "-O1", "-std=c++20", f"-Xcompiler=-w,-fPIC,{APART}", "-shared"]
         command += [f"-I{source.cutlass}"]
     else:
         for name in EMPTY:
             (folder / name).touch()
         command = [COMPILER, "-O1", "-std=c++20", "-w", "-shared", "-fPIC", f"-I{folder}"]
+        command.append(APART)
     command += [f"-I{nvrtc.ROOT}", *(f"-D{name}={value}" for name, value in source.constants)]
     child = subprocess.run([*command, "-o", library, file], capture_output=True, text=True)
     if child.returncode:
