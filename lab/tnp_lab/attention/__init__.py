@@ -26,9 +26,7 @@ def _in_cute(call: Call) -> Reason:
     return _in_cuda(call, (32, 64, 128))
 
 
-BACKWARD = Operation(
-    "attention.cuda_backward", ("tnp_lab.attention.cuda_attention:BACKWARD_WMMA",)
-)
+BACKWARD = Operation("attention.cuda_backward", ("tnp_lab.attention.cuda_attention:BACKWARD_WMMA",))
 _LIMITS = {
     "backward": BACKWARD,
     "dtypes": ("bfloat16", "float16"),

@@ -38,14 +38,13 @@ def _compiled(source: nvrtc.Source, text: str) -> Launch:
         f'extern "C" void run(unsigned grid, unsigned threads, void** given) {{ {entry}; }}\n'
     )
     if source.cutlass:  # nvcc knows where CUDA's headers are, which CUTLASS's include
-        command = ["nvcc", "-x", "c++", "-O1", "-std=c++20", f"-Xcompiler=-w,-fPIC,{APART}", "-shared"]
-        command += [f"-I{source.cutlass}"]
+        command = ["nvcc", "-x", "c++", f"-Xcompiler=-w,-fPIC,{APART}", f"-I{source.cutlass}"]
     else:
         for name in EMPTY:
             (folder / name).touch()
-        command = [COMPILER, "-O1", "-std=c++20", "-w", "-shared", "-fPIC", f"-I{folder}"]
-        command.append(APART)
-    command += [f"-I{nvrtc.ROOT}", *(f"-D{name}={value}" for name, value in source.constants)]
+        command = [COMPILER, "-w", "-fPIC", APART, f"-I{folder}"]
+    command += ["-O1", "-std=c++20", "-shared", f"-I{nvrtc.ROOT}"]
+    command += [f"-D{name}={value}" for name, value in source.constants]
     child = subprocess.run([*command, "-o", library, file], capture_output=True, text=True)
     if child.returncode:
         raise nvrtc.CompilationError(child.stderr)
