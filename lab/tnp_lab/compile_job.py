@@ -48,7 +48,7 @@ class CudaJob:
         found = nvrtc.build(self.source, self.architecture)
         warnings = [line for line in found.log.splitlines() if "warning" in line.lower()]
         return {
-            **nvrtc.resources(found.log),
+            **nvrtc.resources(found.log, self.source.name),
             "num_warps": self.threads // nvrtc.WARP,
             "compile_s": found.seconds,
             "warnings": "\n".join(dict.fromkeys(warnings)),

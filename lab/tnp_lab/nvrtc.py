@@ -257,9 +257,13 @@ def constants(**named: str | int) -> Constants:
     return tuple(sorted(named.items()))
 
 
-def resources(log: str) -> Mapping[str, int]:
-    """Reads registers, bytes of stack and of shared memory from ptxas's log."""
-    found = re.search(r"(\d+) bytes stack frame.*?Used (\d+) registers([^\n]*)", log, re.DOTALL)
+def resources(log: str, name: str) -> Mapping[str, int]:
+    """Reads registers, bytes of stack and of shared memory of kernel `name` from ptxas's log."""
+    found = re.search(
+        rf"entry function '{name}'.*?(\d+) bytes stack frame.*?Used (\d+) registers([^\n]*)",
+        log,
+        re.DOTALL,
+    )
     if found is None:
         raise CompilationError(f"ptxas said nothing: {log!r}")
     shared = re.search(r"(\d+) bytes smem", found[3])

@@ -28,7 +28,7 @@ TABLE = tuned_tables.COMMITTED / "nvidia-h200.json"
 # After a decorator, which may end in a line of its own.
 KERNEL = re.compile(r"^[@)].*\ndef _?(\w+)_kernel\(", re.MULTILINE)
 
-# The kernel of each implementation in CUDA C++.
+# The forward kernel of each implementation in CUDA C++.
 IN_CUDA = {
     ("softmax", "three_passes"): "softmax_three_passes",
     ("softmax", "one_pass"): "softmax_one_pass",
@@ -38,6 +38,7 @@ IN_CUDA = {
     ("attention", "wmma"): "attention_wmma",
     ("attention", "cute"): "attention_cute",
 }
+BACKWARD_IN_CUDA = {"attention_delta", "attention_dkdv", "attention_dq"}  # of wmma and cute
 
 # Launches of `attention` with 200 queries and 500 keys. Config None is the default.
 PREAMBLE = """
@@ -114,7 +115,8 @@ def in_cuda_that_compiles() -> set[str]:
     """Returns the kernels in CUDA C++ that compile here. Others are refused with the reason."""
     if nvrtc.missing():
         return set()
-    return set(IN_CUDA.values()) - ({"attention_cute"} if nvrtc.missing_for_cute() else set())
+    refused = {"attention_cute"} if nvrtc.missing_for_cute() else set()
+    return {*IN_CUDA.values(), *BACKWARD_IN_CUDA} - refused
 
 
 @pytest.mark.first

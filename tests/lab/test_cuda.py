@@ -29,6 +29,9 @@ compiles = pytest.mark.skipif(
     nvrtc.missing() is not None, reason=f"CUDA C++ does not compile here: {nvrtc.missing()}"
 )
 emulates = pytest.mark.skipif(emulation.COMPILER is None, reason="g++ is not installed")
+emulates_cute = pytest.mark.skipif(
+    not (nvrtc.cutlass() and nvrtc.shutil.which("nvcc")), reason="CUTLASS or nvcc is not here"
+)
 
 
 @pytest.fixture
@@ -62,25 +65,30 @@ def test_cuda_refuses_in_a_sentence(here):
     assert ROWS("one_pass", "float32", ("x",), width=8) == "it is forward only"
     assert HEADS("float16", head_dim=64, causal=True, n_kv_heads=2) is None
     assert HEADS("bfloat16", ("q",), head_dim=128) is None
-    assert "64 and 128, not 96" in HEADS("float16", head_dim=96)
+    assert "64, 128, not 96" in HEADS("float16", head_dim=96)
     assert "not float32" in HEADS("float32", head_dim=64)
     assert "window=3" in HEADS("float16", head_dim=64, window=3)
     old = partial(HEADS, target=devices.of_capability(75), head_dim=64)
     assert old("float16") is None
-    assert "8.0" in old("bfloat16") and "8.0" in old("float16", ("q",))
+    assert "8.0" in old("bfloat16") and old("float16", ("q",)) is None
     assert "7.5 or newer" in HEADS("float16", target=devices.of_capability(70), head_dim=64)
     assert "not cpu" in HEADS("float16", target=devices.CPU, head_dim=64)
 
 
 def test_cute_needs_cutlass_and_nvcc(here, monkeypatch):
-    cute = partial(refused, "attention", "cute", batch=1, n_heads=4, n_q=9, n_k=9, head_dim=64)
+    sizes = {"batch": 1, "n_heads": 4, "n_q": 9, "n_k": 9, "head_dim": 64}
+
+    def cute(dtype, **changed):
+        return refused("attention", "cute", dtype, **sizes | changed)
+
     monkeypatch.setattr(nvrtc, "cutlass", lambda: None)
     assert "pip install './lab[cute]'" in cute("float16")
     monkeypatch.setattr(nvrtc, "cutlass", lambda: "/somewhere")
     monkeypatch.setattr(nvrtc.shutil, "which", lambda name: None)
     assert cute("float16").startswith("nvcc, which compiles sources with CUTLASS, is not here")
     monkeypatch.setattr(nvrtc.shutil, "which", lambda name: name)
-    assert cute("float16") is None
+    assert cute("float16") is None and cute("bfloat16", head_dim=32) is None
+    assert "32, 64, 128, not 96" in cute("float16", head_dim=96)
     assert "8.0 or newer" in cute("float16", target=devices.of_capability(75))
 
 
@@ -253,13 +261,38 @@ def test_attention_is_within_its_budget(dtype, n_q, n_k, head_dim, kind, here):
     assert_within_budget("attention", "wmma", case)
 
 
+@emulates_cute
+@pytest.mark.parametrize("dtype, n_q, n_k, head_dim, kind", [
+    ("bfloat16", 133, 197, 32, {"n_kv_heads": 2}),
+    ("float16", 130, 130, 32, {"causal": True, "lse": True}),
+    ("float16", 33, 200, 64, {"causal": True}),  # the first tiles need no mask
+    ("float16", 200, 70, 64, {"causal": True}),  # the first 130 queries see no key
+    ("bfloat16", 129, 65, 128, {"base2": True, "magnitude": 8.0}),
+])  # fmt: skip
+def test_cute_is_within_its_budget(dtype, n_q, n_k, head_dim, kind, here):
+    kind = {"n_kv_heads": 1} | kind
+    case = attention.OPERATOR.case(dtype, 1, 2 * kind["n_kv_heads"], n_q, n_k, head_dim, **kind)
+    assert_within_budget("attention", "cute", case)
+
+
+@emulates_cute
+def test_gradients_of_cute(here):
+    case = attention.OPERATOR.case("float16", 1, 2, 70, 90, 32, causal=True, n_kv_heads=1)
+    assert_within_budget("attention", "cute", case, wanted=("q", "k", "v"))
+
+
 @emulates
-@pytest.mark.parametrize(
-    "n_q, n_k, kind",
-    [(40, 33, {}), (33, 40, {"causal": True, "lse": True})],
-)
-def test_gradients_from_the_lse_of_cuda(n_q, n_k, kind, here):
-    case = attention.OPERATOR.case("float16", 1, 1, n_q, n_k, 64, **kind)
+@pytest.mark.parametrize("dtype, n_q, n_k, head_dim, kind", [
+    ("float16", 40, 83, 64, {}),
+    ("bfloat16", 33, 40, 64, {"causal": True, "lse": True}),
+    ("float16", 80, 20, 64, {"causal": True, "n_kv_heads": 1}),  # 60 queries see no key
+    ("bfloat16", 35, 70, 128, {"causal": True, "n_kv_heads": 1}),
+    ("float16", 20, 33, 128, {"base2": True}),
+])  # fmt: skip
+def test_gradients_of_cuda(dtype, n_q, n_k, head_dim, kind, here):
+    """Two heads share keys where `n_kv_heads` is 1."""
+    heads = 1 + ("n_kv_heads" in kind)
+    case = attention.OPERATOR.case(dtype, 2, heads, n_q, n_k, head_dim, **kind)
     assert_within_budget("attention", "wmma", case, wanted=("q", "k", "v"))
 
 
@@ -277,10 +310,31 @@ def test_attention_of_other_strides(aligned, here):
     torch.testing.assert_close(plan.run(inputs, (0.125,)).double(), expected, atol=2e-3, rtol=0)
 
 
+@emulates
+@pytest.mark.parametrize("start", [0, 1])
+def test_gradients_of_a_strided_do(start, here):
+    """A do whose rows are not aligned is copied, too."""
+    q, k, v = torch.randn(3, 1, 1, 40, 64).half().unbind()
+    do = torch.randn(1, 40, 1, 64 + start).half()[..., start:].transpose(1, 2)
+    inputs, wanted = (q, k, v, None, None, None), ("q", "k", "v")
+    plan = plans.build(attention.OPERATOR, "wmma", inputs, (), wanted, H200)
+    (o,), saved = plan.forward(inputs, (0.125,))
+    found = plan.backward((do,), tuple(plan.kept(inputs, (o,))), saved, (0.125,))
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    attention.OPERATOR.reference(*wide, *inputs[3:], 0.125).backward(do.double())
+    for x, gradient in zip(wide, found, strict=True):
+        torch.testing.assert_close(gradient.double(), x.grad, atol=4e-3, rtol=0)
+
+
 # Controls: a fault in a source, which a case must find.
 SLIPS = [
     ("three_passes", "sum += expf", "sum = expf"),
     ("wmma", "__pipeline_wait_prior(1)", "__pipeline_wait_prior(2)"),
+    ("backward", "__pipeline_wait_prior(1)", "__pipeline_wait_prior(2)"),
+    ("backward", "dp[place] - delta[of_head + query]", "dp[place]"),
+    ("backward", "key <= query", "key < query"),
+    pytest.param("cute", "start + Keys > seen_by_all", "start > seen_by_all", marks=emulates_cute),
+    pytest.param("cute", "l[i] *= factors[i]", "l[i] *= 1.0f", marks=emulates_cute),
 ]
 
 
@@ -289,16 +343,20 @@ SLIPS = [
 def test_a_slip_is_found_out(name, right, wrong, here, monkeypatch):
     def slipped(source, architecture):
         text = source.path.read_text()
-        assert right in text
-        return emulation._compiled(source, text.replace(right, wrong, 1))
+        if source.path.stem == name:
+            assert right in text
+            text = text.replace(right, wrong, 1)
+        return emulation._compiled(source, text)
 
     monkeypatch.setattr(launch, "loaded", slipped)
-    if name == "wmma":
+    if name == "three_passes":
+        found = judged("softmax", name, softmax.OPERATOR.case("float32", 3, 1000))
+    else:
         kind = {"n_kv_heads": 2, "causal": True}
         case = attention.OPERATOR.case("float16", 1, 4, 17, 130, 64, **kind)
-        found = judged("attention", name, case)
-    else:
-        found = judged("softmax", name, softmax.OPERATOR.case("float32", 3, 1000))
+        backward = name == "backward"
+        wanted = ("q", "k", "v") if backward else ()
+        found = judged("attention", "wmma" if backward else name, case, wanted)
     assert any(not ratio <= allowed for _, ratio, allowed in found)
 
 
@@ -321,7 +379,7 @@ def test_every_compiler_that_is_here_builds_for_a_gpu_that_is_not():
     for name, by in compilers():
         cubin, log = by(source(), "sm_86")
         assert cubin.startswith(b"\x7fELF"), name
-        said = nvrtc.resources(log)
+        said = nvrtc.resources(log, source().name)
         assert said["registers"] > 0 and said["spill_bytes"] == 0, name
 
 
@@ -366,4 +424,4 @@ def test_the_architecture_can_be_said():
 
 def test_the_compiler_of_silence_is_named():
     with pytest.raises(nvrtc.CompilationError, match="ptxas said nothing"):
-        nvrtc.resources("")
+        nvrtc.resources("", "attention_wmma")

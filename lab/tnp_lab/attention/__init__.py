@@ -1,32 +1,34 @@
-"""Declares attention in CUDA C++, with wmma and in CuTe. The portable backward reads their lse."""
+"""Declares attention in CUDA C++, forward with wmma and in CuTe, backward with wmma."""
 
-from tnp.dispatch.spec import Call, Reason
-from tnp.ops.attention import PORTABLE_BACKWARD
+from tnp.dispatch.spec import Call, Operation, Reason
 from tnp_lab import nvrtc
 from tnp_lab.declared import by_cuda
 
 OPTIONS = ("base2", "causal", "lse", "n_kv_heads")
 
 
-def _in_cuda(call: Call) -> Reason:
+def _in_cuda(call: Call, head_dims: tuple[int, ...]) -> Reason:
     p = call.problem
-    if p["head_dim"] not in (64, 128):
-        return f"it takes head_dim 64 and 128, not {p['head_dim']}"
-    if call.wanted and call.target.capability < 80:
-        return "its backward pass is Triton's, from compute capability 8.0 on"
+    if p["head_dim"] not in head_dims:
+        return f"it takes head_dim {', '.join(map(str, head_dims))}, not {p['head_dim']}"
     if p.dtype == "bfloat16" and call.target.capability < 80:
         return "tensor cores take bfloat16 from compute capability 8.0 on"
     return None
 
 
+def _in_wmma(call: Call) -> Reason:
+    return _in_cuda(call, (64, 128))
+
+
 def _in_cute(call: Call) -> Reason:
     if call.target.capability < 80:
         return "its instructions need compute capability 8.0 or newer"
-    return _in_cuda(call)
+    return _in_cuda(call, (32, 64, 128))
 
 
+BACKWARD = Operation("attention.cuda_backward", ("tnp_lab.attention.cuda_attention:BACKWARD_WMMA",))
 _LIMITS = {
-    "backward": PORTABLE_BACKWARD,
+    "backward": BACKWARD,
     "dtypes": ("bfloat16", "float16"),
     "options": OPTIONS,
 }
@@ -34,7 +36,7 @@ WMMA = by_cuda(
     "wmma",
     "attention",
     "tnp_lab.attention.cuda_attention:FORWARD_WMMA",
-    _in_cuda,
+    _in_wmma,
     title="CUDA C++ with wmma",
     **_LIMITS,
 )

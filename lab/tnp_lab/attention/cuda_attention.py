@@ -1,4 +1,4 @@
-"""Launches attention in CUDA C++. Comments of `wmma.cu` and `cute.cu` explain it."""
+"""Launches attention in CUDA C++. Comments of the .cu files explain it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import torch
 from tnp.dispatch.spec import Call, Kernel
 from tnp.ops.attention.primitives import (
     LOG2_E,
+    KeyGradients,
+    backward,
     empty,
+    empty_backward,
     forward,
     lse_layout,
     row_strides,
@@ -22,28 +25,37 @@ from tnp_lab.launch import Bound
 
 WMMA = "tnp_lab.attention.wmma:attention_wmma"
 CUTE = "tnp_lab.attention.cute:attention_cute"
+DELTA, DKDV, DQ = (
+    f"tnp_lab.attention.backward:attention_{name}" for name in ("delta", "dkdv", "dq")
+)
 CUTE_TYPES = {"bfloat16": "cute::bfloat16_t", "float16": "cute::half_t"}
-WARPS, QUERIES_OF_A_WARP = 4, 16
+WARPS = 4
+ROWS_OF_A_WARP = 16  # of keys or queries that a warp of `backward.cu` owns
 
 
 def prepare_wmma(call: Call, config: object, inputs: tuple) -> Callable:
     """Prepares one launch of `wmma.cu`, with a block for 64 queries of a head."""
-    return _prepare(call, inputs, WMMA, nvrtc.TYPES)
+    return _prepare(call, inputs, WMMA, nvrtc.TYPES, 16)
 
 
 def prepare_cute(call: Call, config: object, inputs: tuple) -> Callable:
-    """Prepares one launch of `cute.cu`, with a block for 64 queries of a head."""
-    return _prepare(call, inputs, CUTE, CUTE_TYPES, nvrtc.cutlass() or "")
+    """Prepares one launch of `cute.cu`, with a block for 128 queries of a head."""
+    return _prepare(call, inputs, CUTE, CUTE_TYPES, 32, nvrtc.cutlass() or "")
 
 
 def _prepare(
-    call: Call, inputs: tuple, kernel: str, types: Mapping[str, str], cutlass: str = ""
+    call: Call,
+    inputs: tuple,
+    kernel: str,
+    types: Mapping[str, str],
+    queries_of_a_warp: int,
+    cutlass: str = "",
 ) -> Callable:
     as_read = with_aligned_rows if not call.aligned else lambda x: x
     q, k, v = map(as_read, inputs[:3])
     n_heads, n_q, head_dim = q.shape[1:]
     of_o, of_lse = rows_layout(q), lse_layout(q)
-    n_tiles = -(-n_q // (WARPS * QUERIES_OF_A_WARP))
+    n_tiles = -(-n_q // (WARPS * queries_of_a_warp))
     constants = nvrtc.constants(TYPE=types[call.problem.dtype], HEAD_DIM=head_dim, WARPS=WARPS)
     bound = Bound(
         nvrtc.Source(kernel, constants, cutlass), call.target.capability,
@@ -62,6 +74,55 @@ def _prepare(
     return forward(launch, call)
 
 
+@backward
+def prepare_backward(call, config, do, q, k, v, lengths, o, lse, dlse):
+    """Prepares the three launches of `backward.cu`: delta; dk and dv; and dq."""
+    as_read = with_aligned_rows if not call.aligned else lambda x: x
+    do, q, k, v = map(as_read, (do, q, k, v))
+    batch, n_heads, n_q, head_dim = q.shape
+    n_kv_heads, n_k = k.shape[1:3]
+    of_q, of_keys, of_delta = rows_layout(q), KeyGradients(k, call.apart), lse_layout(q)
+    warps = WARPS if head_dim <= 64 else WARPS // 2
+    constants = nvrtc.constants(
+        TYPE=nvrtc.TYPES[call.problem.dtype], HEAD_DIM=head_dim, WARPS=warps
+    )
+    strides = *row_strides(q), *row_strides(k), *row_strides(v), *row_strides(do)
+    causal = int(call.problem["causal"])
+
+    def bound(kernel: str, blocks: int, *integers: int) -> Bound:
+        source = nvrtc.Source(kernel, constants)
+        return Bound(source, call.target.capability, (blocks,), warps * nvrtc.WARP, *integers)
+
+    def walking(kernel: str, n_owned: int, heads: int, written: tuple[int, int, int]) -> Bound:
+        """Returns the launch in which each block owns a tile of `n_owned` rows of a head."""
+        n_tiles = -(-n_owned // (warps * ROWS_OF_A_WARP))
+        sizes = n_heads, n_heads // n_kv_heads, n_q, n_k, n_tiles, causal
+        return bound(kernel, n_tiles * batch * heads, *strides, *written, *sizes)
+
+    n_rows = batch * n_heads * n_q
+    of_o = *row_strides(o), *row_strides(do)
+    fill_delta = bound(DELTA, -(-n_rows // warps), *of_o, n_heads, n_q, n_rows)
+    dkdv_kernel = walking(DKDV, n_k, n_kv_heads, of_keys.strides)
+    dq_kernel = walking(DQ, n_q, n_heads, of_q[1][:3])
+
+    def launch(do, q, k, v, lengths, o, lse, dlse, scale):
+        do, q, k, v = map(as_read, (do, q, k, v))
+        delta = lse.new_empty_strided(*of_delta)
+        fill_delta(o, do, delta)
+        if dlse is not None:
+            delta -= dlse
+        dk, dv = of_keys.allocate(k)
+        dkdv_kernel(q, k, v, do, lse, delta, dk, dv, scale, scale * LOG2_E)
+        dq = q.new_empty_strided(*of_q)
+        dq_kernel(q, k, v, do, lse, delta, dq, scale, scale * LOG2_E)
+        return dq, dk, dv
+
+    return launch
+
+
 _BUILT = tuple(nvrtc.ARCHITECTURES)
 FORWARD_WMMA = Kernel("cuda", empty, prepare_wmma, options=OPTIONS, compiled_for=_BUILT)
 FORWARD_CUTE = Kernel("cuda", empty, prepare_cute, options=OPTIONS, compiled_for=_BUILT)
+BACKWARD_WMMA = Kernel(
+    "cuda", empty_backward, prepare_backward, options=OPTIONS, compiled_for=_BUILT
+)

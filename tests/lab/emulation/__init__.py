@@ -1,6 +1,7 @@
 """Compiles CUDA C++ for this CPU, and launches it in place of `tnp_lab.launch.loaded`."""
 
 import ctypes
+import re
 import shutil
 import subprocess
 import tempfile
@@ -10,9 +11,14 @@ from pathlib import Path
 from tnp_lab import nvrtc
 from tnp_lab.launch import Launch
 
-HEADER = Path(__file__).with_name("cuda.h")
-EMPTY = ("cuda_bf16.h", "cuda_fp16.h", "cuda_pipeline_primitives.h", "mma.h")  # HEADER says it all
+HEADERS = Path(__file__).parent
+EMPTY = ("cuda_bf16.h", "cuda_fp16.h", "cuda_pipeline_primitives.h", "mma.h")  # cuda.h says it all
 COMPILER = shutil.which("g++")
+# Kernels that differ only in macros must not share their static memory.
+APART = "-fno-gnu-unique"
+# An instruction of one operand in PTX, and what computes it here.
+ASSEMBLY = re.compile(r'asm\("(\S+) %0, %1;" : "=f"\((\w+)\) : "f"\((\w+)\)\)')
+PTX = {"ex2.approx.ftz.f32": "exp2f"}
 
 
 def loaded(source: nvrtc.Source, architecture: str) -> Launch:
@@ -23,16 +29,22 @@ def loaded(source: nvrtc.Source, architecture: str) -> Launch:
 @cache
 def _compiled(source: nvrtc.Source, text: str) -> Launch:
     folder = Path(tempfile.mkdtemp())
-    for name in EMPTY:
-        (folder / name).touch()
     file, library = folder / "kernel.cpp", folder / "kernel.so"
+    text = ASSEMBLY.sub(lambda found: f"{found[2]} = {PTX[found[1]]}({found[3]})", text)
     entry = f"emulation::run({source.name}, grid, threads, given)"
+    header = HEADERS / ("cute.h" if source.cutlass else "cuda.h")
     file.write_text(
-        f'#include "{HEADER}"\n#line 1 "{source.path}"\n{text}\n'
+        f'#include "{header}"\n#line 1 "{source.path}"\n{text}\n'
         f'extern "C" void run(unsigned grid, unsigned threads, void** given) {{ {entry}; }}\n'
     )
-    command = [COMPILER, "-O1", "-std=c++20", "-w", "-shared", "-fPIC", f"-I{folder}"]
-    command += [f"-I{nvrtc.ROOT}", *(f"-D{name}={value}" for name, value in source.constants)]
+    if source.cutlass:  # nvcc knows where CUDA's headers are, which CUTLASS's include
+        command = ["nvcc", "-x", "c++", f"-Xcompiler=-w,-fPIC,{APART}", f"-I{source.cutlass}"]
+    else:
+        for name in EMPTY:
+            (folder / name).touch()
+        command = [COMPILER, "-w", "-fPIC", APART, f"-I{folder}"]
+    command += ["-O1", "-std=c++20", "-shared", f"-I{nvrtc.ROOT}"]
+    command += [f"-D{name}={value}" for name, value in source.constants]
     child = subprocess.run([*command, "-o", library, file], capture_output=True, text=True)
     if child.returncode:
         raise nvrtc.CompilationError(child.stderr)
