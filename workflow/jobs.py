@@ -16,13 +16,20 @@ PROGRESS = "TNP_PROGRESS"
 
 
 @contextmanager
-def job(name: str, log: str | Path, *, capture: bool = True) -> Iterator[Callable[[str], None]]:
+def job(
+    name: str, log: str | Path, gpu: str | None = None, *, capture: bool = True
+) -> Iterator[Callable[[str], None]]:
     """Runs a job's body; yields `say(text)`, which prints "[12/34] name: text" to the terminal.
+
+    `gpu` is the only GPU that the job then sees, as CUDA_VISIBLE_DEVICES calls it; None changes
+    nothing.
 
     Everything else that is printed goes to the file `log` (with `capture=False` to the terminal).
     An error is one line on the terminal and a traceback in the log.
     """
     _end_with_workflow()
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     terminal = os.fdopen(os.dup(2), "w", buffering=1)
     prefix = f"[{os.environ[PROGRESS]}] " if PROGRESS in os.environ else ""
 

@@ -85,6 +85,10 @@ class Plan:
         """Returns the kind of a benchmark's job."""
         return self._kinds[config_id]
 
+    def parameters(self, name: str) -> Job:
+        """Returns the parameters of a job of any kind, and none for a gate."""
+        return next((jobs[name] for jobs in self.jobs.values() if name in jobs), {})
+
     @cached_property
     def order(self) -> list[tuple[str, int]]:
         return running_order(self.benchmarks)

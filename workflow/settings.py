@@ -210,6 +210,7 @@ class Shared(Section):
         "auto|cpu|cuda|nvidia-[a-z0-9-]+",
         "auto, cpu, cuda, or the slug of a GPU that the jobs will find (clusters)",
     )
+    gpus: Annotated[int, Field(ge=1, le=64)] = 1  # of this host
     model: kept(Model)
     compute_dtype: kept(Dtypes)
     shapes: some(kept(Shape))

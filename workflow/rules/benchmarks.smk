@@ -20,8 +20,9 @@ for study in kinds().values():
         wildcard_constraints:
             config_id=one_of(PLAN.jobs[study.kind]),
         priority: priority_of
-        threads: workflow.cores
+        threads: CORES
         resources:
+            **WHOLE,
             gpu=GPUS,
         params:
             **params_of(study.kind, REPLICATE),

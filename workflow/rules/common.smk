@@ -12,7 +12,7 @@ from tnp.dispatch.registry import catalog
 from tnp.gates import COMPILED, GATES, generic_gates, n_shares
 from tnp.experiment.gpu_memory import gates_at_once, limit_gb
 from tnp.figures.story import STORY
-from workflow import sources, start, summary
+from workflow import gpus, sources, start, summary
 from workflow.attempts import PATTERN, named
 from workflow.files import Files
 from workflow.plan import GATE, Plan, device, running_order
@@ -71,9 +71,20 @@ except ValueError as error:
 
 FILES = Files(PLAN, RUNS, AGAIN, PLANNING)
 
-# Gates share the device as far as its memory reaches: they time nothing, and much of each is Python
+# Gates share a device as far as its memory reaches: they time nothing, and much of each is Python
 # and float64.
 GATES_AT_ONCE = gates_at_once(free_gb() if DEVICE == "cuda" else None, GPU_LIMIT_GB)
+
+# With several GPUs each is a resource: a gate takes a share of its own, any other job all of it.
+try:
+    SEVERAL = gpus.several(CONFIG.gpus, DEVICE, workflow.local_exec)
+except ValueError as error:
+    sys.exit(str(error))
+N_GPUS = len(SEVERAL) or 1
+if SEVERAL:
+    workflow.register_resource("gpu", N_GPUS * GATES_AT_ONCE)
+    for number in range(N_GPUS):
+        workflow.register_resource(f"gpu{number}", GATES_AT_ONCE)
 
 
 def gate_shares(wildcards):
@@ -81,8 +92,32 @@ def gate_shares(wildcards):
     return n_shares(wildcards.gate, target(DEVICE), GATES_AT_ONCE)
 
 
-# Timings claim all cores, so nothing runs beside them; on a cluster they claim a GPU.
+# Timings claim all cores of a GPU's part, so nothing runs beside them; on a cluster they claim a GPU.
 GPUS = 1 if DEVICE == "cuda" else 0
+CORES = max(1, workflow.cores // N_GPUS)
+
+
+def number_of(wildcards):
+    """Returns the number of the GPU that a job runs on, of several."""
+    name = wildcards.get("gate") or wildcards.config_id
+    return gpus.gpu_of(name, PLAN.parameters(name), CONFIG.shapes, N_GPUS)
+
+
+def gpu_of(wildcards):
+    """Returns what CUDA_VISIBLE_DEVICES is to name in a job, or None for what it names already."""
+    return SEVERAL[number_of(wildcards)] if SEVERAL else None
+
+
+def taken(share):
+    """Returns the resources of a rule: `share(wildcards)` of the job's GPU, none of the others."""
+
+    def of(number):
+        return lambda wildcards: share(wildcards) * (number_of(wildcards) == number)
+
+    return {f"gpu{number}": of(number) for number in range(len(SEVERAL))}
+
+
+WHOLE = taken(lambda wildcards: GATES_AT_ONCE)
 
 start.prepare_environment(workflow.basedir)
 
@@ -111,6 +146,7 @@ def params_of(kind, stem):
     return {
         "parameters": lambda of: PLAN.job(kind, of.config_id, of.get("replicate")),
         "gates": lambda of: FILES.gates(kind, of.config_id),
+        "gpu": gpu_of,
     } | kinds()[kind].params(RUNS, stem)
 
 

@@ -9,12 +9,14 @@ rule gate:
     wildcard_constraints:
         gate=one_of([*GATES, *generic_gates()]),
     priority: GATE_PRIORITY
-    threads: lambda wildcards: math.ceil(workflow.cores * gate_shares(wildcards) / GATES_AT_ONCE)
+    threads: lambda wildcards: math.ceil(CORES * gate_shares(wildcards) / GATES_AT_ONCE)
     resources:
+        **taken(gate_shares),
         gpu=GPUS,
     params:
         device=DEVICE,
         slug=SLUG,
+        gpu=gpu_of,
         shares=gate_shares,
         timeout_s=CONFIG.timing["timeout_s"],
         # This file is no output: Snakemake deletes the outputs of a job that it starts again.

@@ -10,8 +10,9 @@ rule train:
         f"{LOGS}/{TRAINED}.log",
     wildcard_constraints:
         config_id=one_of(TRAINING),
-    threads: workflow.cores
+    threads: CORES
     resources:
+        **WHOLE,
         gpu=GPUS,
     params:
         **params_of("train", TRAINED),

@@ -27,13 +27,14 @@ def run(say: Callable[[str], None]) -> list[dict]:
     return rows
 
 
-with job(f"train {parameters['run']}", snakemake.log[0], capture=False) as say:
+name, log = f"train {parameters['run']}", snakemake.log[0]
+with job(name, log, snakemake.params.gpu, capture=False) as say:
     stop = stopped(list(map(Path, snakemake.input)), json.loads(parameters["operators"]))
     rows = [] if stop else run(say)
     state = environment(device)
     tables = {"training": rows, "environments": [state]}
     write(snakemake.output, with_provenance(tables, slug, state["environment_id"]))
-    Path(snakemake.log[0]).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    Path(log).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     if stop:
         say(f"not trained: {stop.reason}")
     else:
