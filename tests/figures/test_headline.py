@@ -37,7 +37,7 @@ def test_steps_in_8_bits_have_bars_of_their_own_and_say_what_they_are(build: Bui
         assert text in svg
     assert int(re.search(r'width="(\d+)"', svg)[1]) <= 810  # no line is wider than the bars
     ours, peer = (sample.TRAINS[variant] for variant in ("fp8", "pytorch_best_fp8"))
-    said = f"In 8 bits: {ours} (our step in 8 bits). In 8 bits: {peer} (PyTorch's best in 8 bits)."
+    said = f"In 8 bits: {ours} (our step in 8 bits). In 8 bits: {peer} (all others)."
     assert said in unwrapped(chart)
     for figure in ("speedup", "matrix", "memory"):
         assert "8 bits" not in title(draw(figure, path))

@@ -124,7 +124,8 @@ def apart_from_8_bits(rows: Sequence[Row]) -> str:
 def in_8_bits(rows: Sequence[Row]) -> list[str]:
     """Returns lines below figures with steps in 8 bits, or [] without any.
 
-    The rows' `products_in` says how they train. Where it differs, each line names its variants.
+    The rows' `products_in` says how they train. Where it differs, each line names its variants, and
+    the line of most variants is that of all others.
     """
     narrow = [row for row in rows if row["precision"]]
     several = len({row["device"] for row in narrow}) > 1
@@ -132,9 +133,13 @@ def in_8_bits(rows: Sequence[Row]) -> list[str]:
     for row in narrow:
         name = f"{row['variant']} on {row['device']}" if several else row["variant"]
         said.setdefault(f"in {row['products_in']}", set()).add(name)
-    if len(said) > 1:
-        said = {f"{text} ({listed(sorted(names))})": names for text, names in said.items()}
-    return [f"{sentence(text)}." for text in said]
+    if not said:
+        return []
+    *lines, most = sorted(said, key=lambda text: (len(said[text]), text))
+    if lines:
+        lines = [f"{text} ({listed(sorted(said[text]))})" for text in lines]
+        most += " (all others)"
+    return [f"{sentence(line)}." for line in (*lines, most)]
 
 
 def verdict(ratio: float, decided: str | None) -> str:
