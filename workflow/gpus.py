@@ -13,8 +13,8 @@ import pynvml
 from tnp.dispatch import devices
 
 
-def several(n: int, device: str, is_local: bool) -> list[str]:
-    """Returns what CUDA_VISIBLE_DEVICES calls each of the first `n` visible GPUs; none for one.
+def first_visible(n: int, device: str, is_local: bool) -> list[str]:
+    """Returns the first `n` entries of CUDA_VISIBLE_DEVICES (indices or UUIDs), or [] if `n` is 1.
 
     Args:
         n: key `gpus`.
@@ -22,7 +22,8 @@ def several(n: int, device: str, is_local: bool) -> list[str]:
         is_local: whether the jobs run on this machine.
 
     Raises:
-        ValueError: there are fewer, they are not all of one model, or the jobs run elsewhere.
+        ValueError: fewer than `n` GPUs are visible, their models differ, the device is the CPU, or
+            the jobs run on a cluster.
     """
     if n == 1:
         return []
@@ -30,28 +31,32 @@ def several(n: int, device: str, is_local: bool) -> list[str]:
         raise ValueError(f"config.yaml: gpus: {n}, but the device is the CPU: leave the key out")
     if not is_local:
         raise ValueError(f"config.yaml: gpus: {n} is for one host: a cluster has --jobs")
-    names = _visible()
-    if len(names) < n:
-        raise ValueError(f"config.yaml: gpus: {n}, but {len(names)} can be seen: use at most that")
-    first, *others = dict(list(names.items())[:n]).items()
-    for gpu, model in others:
-        if model != first[1]:
+    models = _models()
+    if len(models) < n:
+        raise ValueError(f"config.yaml: gpus: {n}, but {len(models)} can be seen: use at most that")
+    visible = list(models)[:n]
+    for gpu in visible:
+        if models[gpu] != models[visible[0]]:
             raise ValueError(
-                f"config.yaml: gpus: {n}, but GPU {gpu} is a {model} and GPU {first[0]} a "
-                f"{first[1]}: name GPUs of one model in CUDA_VISIBLE_DEVICES"
+                f"config.yaml: gpus: {n}, but GPU {gpu} is a {models[gpu]} and GPU {visible[0]} a "
+                f"{models[visible[0]]}: name GPUs of one model in CUDA_VISIBLE_DEVICES"
             )
-    return list(names)[:n]
+    return visible
 
 
-def _visible() -> dict[str, str]:
-    """Returns index or UUID → slug of each GPU that CUDA would see, in CUDA's order."""
+def _models() -> dict[str, str]:
+    """Returns index or UUID → slug of each visible GPU, in the order of CUDA_VISIBLE_DEVICES.
+
+    Indices are NVML's. Those of CUDA are equal where all GPUs are of one model.
+    """
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return {}
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
-        every = map(str, range(pynvml.nvmlDeviceGetCount()))
-        named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(every))
+        if named is None:
+            named = ",".join(map(str, range(pynvml.nvmlDeviceGetCount())))
         return {
             gpu: devices.slug(pynvml.nvmlDeviceGetName(_handle(gpu)))
             for gpu in map(str.strip, named.split(","))
@@ -69,7 +74,7 @@ def _handle(gpu: str):
     return pynvml.nvmlDeviceGetHandleByUUID(gpu)
 
 
-def gpu_of(name: str, job: Mapping, shapes: Iterable[str], n: int) -> int:
+def gpu_number(name: str, job: Mapping, shapes: Iterable[str], n: int) -> int:
     """Returns the number of the GPU, below `n`, that a job runs on; the same in every run.
 
     Args:

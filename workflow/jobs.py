@@ -1,4 +1,4 @@
-"""Gives every script of the workflow a voice, a log, and an end when the workflow ends."""
+"""Gives the workflow's scripts messages, a log, their GPU, and an end when the workflow ends."""
 
 import os
 import select
@@ -21,8 +21,7 @@ def job(
 ) -> Iterator[Callable[[str], None]]:
     """Runs a job's body; yields `say(text)`, which prints "[12/34] name: text" to the terminal.
 
-    `gpu` is the only GPU that the job then sees, as CUDA_VISIBLE_DEVICES calls it; None changes
-    nothing.
+    `gpu` becomes CUDA_VISIBLE_DEVICES, so the job sees that GPU alone. None leaves it as it is.
 
     Everything else that is printed goes to the file `log` (with `capture=False` to the terminal).
     An error is one line on the terminal and a traceback in the log.
@@ -50,7 +49,7 @@ def job(
 
 
 def write(files: Mapping[str, str], tables: Mapping[str, list[dict]]) -> None:
-    """Writes each table's rows to its file: the job's own, which says that it is done, last."""
+    """Writes each table's rows to its file. The first, written last, says that the job is done."""
     from tnp.store.files import write_table
 
     for table, file in reversed(list(files.items())):
@@ -60,7 +59,7 @@ def write(files: Mapping[str, str], tables: Mapping[str, list[dict]]) -> None:
 def _end_with_workflow() -> None:
     """Ends this job when the workflow is killed: a `kill -9` leaves no orphan on the device.
 
-    The kernel's parent-death signal would watch the shell between the two, which survives.
+    Linux's parent-death signal does not help: the parent is a shell, which survives the workflow.
     """
     pid = int(os.environ.get(WORKFLOW_PID, 0))
     if not pid or not hasattr(os, "pidfd_open"):  # not started by the workflow, or not Linux

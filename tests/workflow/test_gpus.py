@@ -13,8 +13,9 @@ import pytest
 from workflow import gpus
 from workflow.jobs import job
 
-# A module pynvml of a host with four GPUs.
-FOUR = """
+GATES_AT_ONCE = 4  # as many as 140 GiB allow
+# A module in place of pynvml.
+PYNVML_WITH_FOUR_GPUS = """
 class NVMLError(Exception): pass
 class Memory: free = total = 140 * 2**30
 nvmlInit = nvmlShutdown = lambda: None
@@ -40,10 +41,10 @@ def host(monkeypatch: pytest.MonkeyPatch, *models: str) -> None:
 
 def test_the_first_visible_gpus_are_named_as_cuda_names_them(monkeypatch):
     host(monkeypatch, *["NVIDIA H100"] * 4)
-    assert gpus.several(1, "cuda", True) == []
-    assert gpus.several(3, "cuda", True) == ["0", "1", "2"]
+    assert gpus.first_visible(1, "cuda", True) == []
+    assert gpus.first_visible(3, "cuda", True) == ["0", "1", "2"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-1")
-    assert gpus.several(2, "cuda", True) == ["3", "GPU-1"]
+    assert gpus.first_visible(2, "cuda", True) == ["3", "GPU-1"]
 
 
 @pytest.mark.parametrize(
@@ -55,10 +56,10 @@ def test_the_first_visible_gpus_are_named_as_cuda_names_them(monkeypatch):
         (2, "cuda", False, "gpus: 2 is for one host: a cluster has --jobs"),
     ],
 )
-def test_what_cannot_share_the_work_is_refused(monkeypatch, n, device, is_local, said):
+def test_too_few_mixed_or_remote_gpus_are_refused(monkeypatch, n, device, is_local, said):
     host(monkeypatch, "NVIDIA H100", "NVIDIA H100", "NVIDIA L4")
     with pytest.raises(ValueError, match=said):
-        gpus.several(n, device, is_local)
+        gpus.first_visible(n, device, is_local)
 
 
 def test_a_job_sees_its_gpu_alone(monkeypatch, tmp_path):
@@ -70,7 +71,7 @@ def test_a_job_sees_its_gpu_alone(monkeypatch, tmp_path):
 
 
 def test_all_steps_of_a_shape_take_the_whole_of_one_gpu(tmp_path):
-    (tmp_path / "pynvml.py").write_text(FOUR)
+    (tmp_path / "pynvml.py").write_text(PYNVML_WITH_FOUR_GPUS)
     command = "-m snakemake -n headline fp8 attention --quiet host --cores 64 --config gpus=4"
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
     planned = subprocess.run(
@@ -90,12 +91,12 @@ def test_all_steps_of_a_shape_take_the_whole_of_one_gpu(tmp_path):
         assert len(shares) == 4
         assert sorted(shares)[:3] == [0, 0, 0]
         if entry.startswith("rule gate"):
-            assert 1 <= max(shares) <= 4
+            assert 1 <= max(shares) <= GATES_AT_ONCE
             taken["gates"].add(shares.index(max(shares)))
         else:
-            assert max(shares) == 4
-            assert "threads: 16" in entry
-            taken[name[1].split("--")[1]].add(shares.index(4))
+            assert max(shares) == GATES_AT_ONCE
+            assert "threads: 16" in entry  # a quarter of 64
+            taken[name[1].split("--")[1]].add(shares.index(GATES_AT_ONCE))
     assert taken.pop("gates") == {0, 1, 2, 3}
     assert {"small", "mid", "mid_b1", "large", "odd"} <= taken.keys()
     assert all(len(where) == 1 for where in taken.values())

@@ -1,6 +1,7 @@
 -- # The training step in 8 bits
--- Variant `fp8` multiplies in e4m3. It is named here with what that costs. PyTorch's best is in 16
--- bits or, if it is faster, in 8 bits by package torchao. Training is judged on each GPU.
+-- Variant `fp8` multiplies in e4m3, which is less accurate. Column "products in" says whether
+-- training on this GPU was equal to training in 16 bits. PyTorch's best is in 16 bits or, if that is
+-- faster, in 8 bits by package torchao.
 select
     device,
     shape,
@@ -8,7 +9,7 @@ select
     step_ms as "ours,_ms",
     tokens_per_s / 1e3 as "ours,_thousand_tokens/s",
     variant,
-    products_in as accuracy,
+    products_in,
     ratio_cell(speedup, speedup_low, speedup_high) as against_plain,
     ratio_cell(speedup_best, speedup_best_low, speedup_best_high) as against_best,
     verdict_best as verdict

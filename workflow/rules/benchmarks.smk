@@ -20,10 +20,10 @@ for study in kinds().values():
         wildcard_constraints:
             config_id=one_of(PLAN.jobs[study.kind]),
         priority: priority_of
-        threads: CORES
+        threads: CORES_A_GPU
         resources:
-            **WHOLE,
-            gpu=GPUS,
+            **WHOLE_GPU,
+            gpu=GPUS_A_JOB,
         params:
             **params_of(study.kind, REPLICATE),
             kind=study.kind,

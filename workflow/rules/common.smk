@@ -75,13 +75,15 @@ FILES = Files(PLAN, RUNS, AGAIN, PLANNING)
 # and float64.
 GATES_AT_ONCE = gates_at_once(free_gb() if DEVICE == "cuda" else None, GPU_LIMIT_GB)
 
-# With several GPUs each is a resource: a gate takes a share of its own, any other job all of it.
+# With several GPUs, each is a resource of Snakemake with GATES_AT_ONCE shares. A gate takes one for
+# each of its processes. Any other job takes all of its GPU.
 try:
-    SEVERAL = gpus.several(CONFIG.gpus, DEVICE, workflow.local_exec)
+    VISIBLE_DEVICES = gpus.first_visible(CONFIG.gpus, DEVICE, workflow.local_exec)
 except ValueError as error:
     sys.exit(str(error))
-N_GPUS = len(SEVERAL) or 1
-if SEVERAL:
+N_GPUS = len(VISIBLE_DEVICES) or 1
+if VISIBLE_DEVICES:
+    # Each job asks for one `gpu`, which is for clusters. Here there are enough for any number of jobs.
     workflow.register_resource("gpu", N_GPUS * GATES_AT_ONCE)
     for number in range(N_GPUS):
         workflow.register_resource(f"gpu{number}", GATES_AT_ONCE)
@@ -92,32 +94,32 @@ def gate_shares(wildcards):
     return n_shares(wildcards.gate, target(DEVICE), GATES_AT_ONCE)
 
 
-# Timings claim all cores of a GPU's part, so nothing runs beside them; on a cluster they claim a GPU.
-GPUS = 1 if DEVICE == "cuda" else 0
-CORES = max(1, workflow.cores // N_GPUS)
+# A cluster reserves GPUS_A_JOB for each job. On one host the GPUs share the cores, and a timing takes
+# all cores of its GPU, so that nothing runs beside it.
+GPUS_A_JOB = 1 if DEVICE == "cuda" else 0
+CORES_A_GPU = max(1, workflow.cores // N_GPUS)
 
 
-def number_of(wildcards):
-    """Returns the number of the GPU that a job runs on, of several."""
+def gpu_number(wildcards):
     name = wildcards.get("gate") or wildcards.config_id
-    return gpus.gpu_of(name, PLAN.parameters(name), CONFIG.shapes, N_GPUS)
+    return gpus.gpu_number(name, PLAN.parameters(name), CONFIG.shapes, N_GPUS)
 
 
-def gpu_of(wildcards):
-    """Returns what CUDA_VISIBLE_DEVICES is to name in a job, or None for what it names already."""
-    return SEVERAL[number_of(wildcards)] if SEVERAL else None
+def visible_device(wildcards):
+    """Returns a job's CUDA_VISIBLE_DEVICES, or None to leave the variable as it is."""
+    return VISIBLE_DEVICES[gpu_number(wildcards)] if VISIBLE_DEVICES else None
 
 
-def taken(share):
-    """Returns the resources of a rule: `share(wildcards)` of the job's GPU, none of the others."""
+def gpu_shares(share):
+    """Returns a rule's resources: `share(wildcards)` of the job's own GPU, and 0 of the others."""
 
     def of(number):
-        return lambda wildcards: share(wildcards) * (number_of(wildcards) == number)
+        return lambda wildcards: share(wildcards) * (gpu_number(wildcards) == number)
 
-    return {f"gpu{number}": of(number) for number in range(len(SEVERAL))}
+    return {f"gpu{number}": of(number) for number in range(len(VISIBLE_DEVICES))}
 
 
-WHOLE = taken(lambda wildcards: GATES_AT_ONCE)
+WHOLE_GPU = gpu_shares(lambda wildcards: GATES_AT_ONCE)
 
 start.prepare_environment(workflow.basedir)
 
@@ -146,7 +148,7 @@ def params_of(kind, stem):
     return {
         "parameters": lambda of: PLAN.job(kind, of.config_id, of.get("replicate")),
         "gates": lambda of: FILES.gates(kind, of.config_id),
-        "gpu": gpu_of,
+        "gpu": visible_device,
     } | kinds()[kind].params(RUNS, stem)
 
 

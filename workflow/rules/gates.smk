@@ -9,14 +9,14 @@ rule gate:
     wildcard_constraints:
         gate=one_of([*GATES, *generic_gates()]),
     priority: GATE_PRIORITY
-    threads: lambda wildcards: math.ceil(CORES * gate_shares(wildcards) / GATES_AT_ONCE)
+    threads: lambda wildcards: math.ceil(CORES_A_GPU * gate_shares(wildcards) / GATES_AT_ONCE)
     resources:
-        **taken(gate_shares),
-        gpu=GPUS,
+        **gpu_shares(gate_shares),
+        gpu=GPUS_A_JOB,
     params:
         device=DEVICE,
         slug=SLUG,
-        gpu=gpu_of,
+        gpu=visible_device,
         shares=gate_shares,
         timeout_s=CONFIG.timing["timeout_s"],
         # This file is no output: Snakemake deletes the outputs of a job that it starts again.

@@ -10,10 +10,10 @@ rule train:
         f"{LOGS}/{TRAINED}.log",
     wildcard_constraints:
         config_id=one_of(TRAINING),
-    threads: CORES
+    threads: CORES_A_GPU
     resources:
-        **WHOLE,
-        gpu=GPUS,
+        **WHOLE_GPU,
+        gpu=GPUS_A_JOB,
     params:
         **params_of("train", TRAINED),
         # This folder is no output: Snakemake deletes the outputs of a job that it starts again.
