@@ -94,4 +94,6 @@ def test_each_package_of_operators_lists_its_public_functions():
             if inspect.isfunction(function)
             and "implementation" in inspect.signature(function).parameters
         }
+        if package is tnp.ops.rope:
+            functions.add("rotary_tables")  # makes inputs
         assert functions == set(getattr(package, "__all__", ())), module.name

@@ -3,17 +3,16 @@
 The gate compares numbers with float64.
 """
 
+import math
+from functools import partial
+
 import pytest
 import torch
 
 from tests.ops.launched import reads, recorded
-from tnp.ops.rope import PAIRINGS, qk_norm_rope, rope
+from tnp.ops.rope import PAIRINGS, qk_norm_rope, rope, rotary_tables
 
-
-def tables(n_positions, head_dim, theta=100.0):
-    frequencies = theta ** (-torch.arange(0, head_dim, 2) / head_dim)
-    angles = torch.arange(n_positions)[:, None] * frequencies
-    return angles.cos(), angles.sin()
+tables = partial(rotary_tables, base=100.0)  # every pair turns within few positions
 
 
 def draw(batch=2, heads=4, kv_heads=2, n_tokens=5, head_dim=16):
@@ -120,3 +119,59 @@ def test_a_third_launch_adds_up_the_gradients_of_weights_that_ask(frozen, launch
         sum(x.sum() for x in outputs).backward()
     forward, backward, *_ = launches
     assert reads(forward, *inputs) and reads(backward, *inputs) and len(launches) == launched
+
+
+@pytest.mark.parametrize("base", [10_000.0, 500_000.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tables_are_right_to_one_rounding_at_the_last_of_131072_positions(base, dtype):
+    """Angles in float32 would be wrong by 0.004 here."""
+    found = rotary_tables(131_072, 32, base, dtype=dtype)
+    half_a_unit = torch.finfo(dtype).eps / 4 + 1e-9  # of numbers below 1; float64's angle
+    for function, table in zip((math.cos, math.sin), found, strict=True):
+        assert table.shape == (131_072, 16) and table.dtype == dtype
+        for position in (0, 1, 777, 65_537, 131_071):
+            angles = (position / base ** (2 * i / 32) for i in range(16))
+            want = torch.tensor([function(angle) for angle in angles], dtype=torch.float64)
+            assert (table[position].double() - want).abs().max() <= half_a_unit
+
+
+def test_equal_arguments_give_the_same_tables():
+    first = rotary_tables(9, 16)
+    again = rotary_tables(9, 16, 10_000, device="cpu", dtype=torch.float32)
+    assert all(x is y for x, y in zip(first, again, strict=True))
+    others = (
+        rotary_tables(9, 16, 500_000.0),
+        rotary_tables(9, 16, dtype=torch.float64),
+        rotary_tables(9, 16, device="meta"),
+    )
+    assert all(cos is not first[0] for cos, _sin in others)
+
+
+def test_tables_that_were_written_to_are_refused():
+    tables(11, 16)[1].mul_(2)
+    with pytest.raises(RuntimeError, match="tables of 11 positions .* were written to"):
+        tables(11, 16)
+
+
+def test_tables_made_in_inference_mode_serve_training():
+    with torch.inference_mode():
+        tables(12, 16)
+    q, k = draw(n_tokens=12)
+    results(rope, q, k, *tables(12, 16))
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ({"n_positions": 0}, "n_positions is 0: .* at least 1"),
+        ({"n_positions": 2.5}, "n_positions is 2.5: .* whole number"),
+        ({"head_dim": 5}, "head_dim is 5: it must be even"),
+        ({"base": 1.0}, "base is 1.0: it must be finite and above 1"),
+        ({"base": math.nan}, "base is nan: it must be finite and above 1"),
+        ({"dtype": torch.int32}, "dtype is torch.int32: choose one of torch.bfloat16, .*float64"),
+        ({"device": "cuda"}, "no NVIDIA GPU is visible here"),
+    ],
+)
+def test_bad_arguments_of_tables_are_refused(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        rotary_tables(**{"n_positions": 3, "head_dim": 4} | arguments)

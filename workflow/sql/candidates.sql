@@ -5,6 +5,7 @@
 -- contender that computes in a narrower format than the problem's dtype is a base only for
 -- contenders that do so too. `ablated` names the step with or without one component that the
 -- ablation compares with the whole variant or with PyTorch's step, and is null for other pairs.
+-- `for_fused_backward`: view `fused_backward` compares the two.
 create or replace view candidates as
 select
     own.device,
@@ -27,6 +28,13 @@ select
         when own.ablation_part = 'whole' and base.ablation_part = 'without'
             then case when base.is_current and own.role = 'own' then base.code_version end
     end as ablated,
+    are_current
+    and own.in_speed_figures
+    and base.in_speed_figures
+    and own.kind = 'step'
+    and own.switches = base.switches
+    and fuses_backward(own.name, base.name)
+        as for_fused_backward,
     own.has_evidence as own_has_evidence,
     own.has_evidence and base.has_evidence as both_have_evidence,
     base.is_comparable as base_is_comparable,
@@ -39,4 +47,4 @@ inner join contenders as base
         own.device = base.device
         and own.work_key = base.work_key
         and own.versions = base.versions
-where own.is_comparable and (for_speedup or ablated is not null);
+where own.is_comparable and (for_speedup or ablated is not null or for_fused_backward);

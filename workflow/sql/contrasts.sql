@@ -9,8 +9,10 @@
 -- the median of every valid contender, nothing at these sizes has a ratio to the fastest. Of the
 -- 2 %, 1 % is the difference that matters, and two GPUs of one model differ by as much. `ablation`
 -- compares steps with and without one component, beside the code version of the whole variant that
--- was timed beside the step. `noise` compares equal things. `regressions` compares successive code
--- versions by their ratios to a third contender that did not change, the control.
+-- was timed beside the step. `fused_backward` compares our step with attention's backward pass in
+-- one launch with our step that has it in two passes. `noise` compares equal things. `regressions`
+-- compares successive code versions by their ratios to a third contender that did not change, the
+-- control.
 --
 -- Something compared with itself has no error. Steps that share no session have no error either:
 -- their medians are compared, in the ablation only where evidence is missing.
@@ -118,6 +120,14 @@ ablations as (
         = 1
 ),
 
+fused_backwards as (
+    select
+        * exclude (against_baseline),
+        'fused_backward' as figure
+    from considered
+    where for_fused_backward and is_paired
+),
+
 equals as (
     select
         *,
@@ -170,6 +180,8 @@ tested as (
         from speedups
         union all by name
         from ablations
+        union all by name
+        from fused_backwards
         union all by name
         from equals
         union all by name

@@ -4,9 +4,10 @@
 -- Two operators pair within one run, where they took turns. Two steps pair within one session: the
 -- k-th run of one step with the k-th run of the other step. Versions of torch and triton are the
 -- same, and so is a step's model, known by its operations. `own` and `base` are code versions.
--- `base` is PyTorch's or another package's, or lacks one component of ours. `equal` pairs are of
--- one code version: two copies in a run, or two runs of a session. The `successive` ones tell how
--- far equal things differ. `valid` is null where one of the two has no evidence.
+-- `base` is PyTorch's or another package's, or a step of ours. That step lacks one component, or
+-- has attention's backward pass in two passes where `own` fuses it. `equal` pairs are of one code
+-- version: two copies in a run, or two runs of a session. The `successive` ones tell how far equal
+-- things differ. `valid` is null where one of the two has no evidence.
 create or replace table pairs as
 with timings as (
     select
@@ -43,7 +44,13 @@ where
     own.code_version != base.code_version
     and not own.is_twin
     and not base.is_twin
-    and (base.role != 'own' or (base.kind = 'step' and starts_with(base.name, 'without_')))
+    and (
+        base.role != 'own'
+        or (
+            base.kind = 'step'
+            and (starts_with(base.name, 'without_') or fuses_backward(own.name, base.name))
+        )
+    )
 
 union all
 

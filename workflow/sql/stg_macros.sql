@@ -11,6 +11,11 @@ create or replace macro earlier_role(name, used) as case
     else 'peer'
 end;
 
+-- Macro: true for two steps of ours that differ in attention's backward pass alone: one launch
+-- against two passes.
+create or replace macro fuses_backward(own_name, base_name) as
+own_name = 'fused_attention' and base_name = 'separate';
+
 -- Macro: an operator's present name. Early rows have no `problem`: they say "rms_norm" for
 -- "add_rms_norm", and name a ceiling by what was run.
 create or replace macro op_now(op, problem) as case

@@ -19,11 +19,12 @@ from tnp.ops.rope import definition
 from tnp.ops.rope.definition import PAIRINGS as PAIRINGS
 from tnp.ops.rope.definition import reference
 from tnp.ops.rope.qk_norm import QK_NORM_ROPE, qk_norm_rope
+from tnp.ops.rope.tables import rotary_tables
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["qk_norm_rope", "rope"]
+__all__ = ["qk_norm_rope", "rope", "rotary_tables"]
 
 
 def _other_pairing(*tensors, interleaved=False):
@@ -83,7 +84,8 @@ def rope(
         q: [batch, heads, tokens, D], with even D and any strides. Views of a fused projection are
             read in place.
         k: [batch, kv_heads, tokens, D] in q's dtype.
-        cos, sin: [n_positions, D/2], both float32 or both in q's dtype. They get no gradient.
+        cos, sin: [n_positions, D/2], both float32 or both in q's dtype, as `rotary_tables` makes
+            them. They get no gradient.
         positions: [batch, tokens], int32 or int64, from 0 to n_positions − 1. None: 0, 1, … in
             every sequence. A number out of range is a ValueError on the CPU. On CUDA PyTorch's
             forms assert. `triton` makes the token NaN, or with TNP_CHECK=1 in the environment
