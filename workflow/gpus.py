@@ -1,47 +1,65 @@
 """Spreads the jobs over the GPUs of one host: key `gpus` of config.yaml.
 
-Ratios of steps come from runs on one GPU without a long gap (view `sessions`), so all jobs of a
-shape run on one GPU. A job without a shape is compared with nothing outside itself.
+Ratios of steps come from runs on one GPU without a long gap (view `sessions`), so all steps of a
+shape run on one GPU. Any other job is compared with nothing outside itself.
 """
 
 import os
-import zlib
-from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import pynvml
 
 from tnp.dispatch import devices
+from workflow.plan import Plan
 
 
-def first_visible(n: int, device: str, is_local: bool) -> list[str]:
-    """Returns the first `n` entries of CUDA_VISIBLE_DEVICES (indices or UUIDs), or [] if `n` is 1.
+class Part(NamedTuple):
+    """Is what a job has of a host: GPU `number` of the first `n`, and an equal part of the cores."""
+
+    number: int
+    n: int
+
+
+def part_of(name: str, plan: Plan, n: int) -> Part:
+    """Returns the part of a job or of a gate; the same in every run of the configuration."""
+    kind, job = plan.found(name)
+    if kind == "step":
+        return Part(list(plan.config.shapes).index(job["shape"]) % n, n)
+    return Part(list(plan.jobs.get(kind, plan.gates)).index(name) % n, n)
+
+
+def take(part: Part) -> None:
+    """Makes this process and its children see one GPU, and run on its part of the cores."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = list(_models())[part.number]
+    cores = sorted(os.sched_getaffinity(0))
+    first, end = (len(cores) * i // part.n for i in (part.number, part.number + 1))
+    os.sched_setaffinity(0, cores[first:end])
+
+
+def check(n: int, n_cores: int, is_local: bool) -> None:
+    """Raises ValueError if the first `n` visible GPUs cannot share the work.
 
     Args:
-        n: key `gpus`.
-        device: "cuda" or "cpu".
+        n: key `gpus`, or 1 for the CPU.
+        n_cores: option --cores.
         is_local: whether the jobs run on this machine.
-
-    Raises:
-        ValueError: fewer than `n` GPUs are visible, their models differ, the device is the CPU, or
-            the jobs run on a cluster.
     """
     if n == 1:
-        return []
-    if device == "cpu":
-        raise ValueError(f"config.yaml: gpus: {n}, but the device is the CPU: leave the key out")
+        return
     if not is_local:
-        raise ValueError(f"config.yaml: gpus: {n} is for one host: a cluster has --jobs")
+        raise ValueError(f"gpus is {n}, and for one host alone: a cluster has --jobs")
     models = _models()
     if len(models) < n:
-        raise ValueError(f"config.yaml: gpus: {n}, but {len(models)} can be seen: use at most that")
+        raise ValueError(f"gpus is {n}, but {len(models)} GPUs can be seen: use at most that")
     visible = list(models)[:n]
     for gpu in visible:
         if models[gpu] != models[visible[0]]:
             raise ValueError(
-                f"config.yaml: gpus: {n}, but GPU {gpu} is a {models[gpu]} and GPU {visible[0]} a "
+                f"gpus is {n}, but GPU {gpu} is a {models[gpu]} and GPU {visible[0]} a "
                 f"{models[visible[0]]}: name GPUs of one model in CUDA_VISIBLE_DEVICES"
             )
-    return visible
+    if min(n_cores, len(os.sched_getaffinity(0))) < n:
+        raise ValueError(f"gpus is {n}, but --cores is {n_cores}: each GPU needs one")
 
 
 def _models() -> dict[str, str]:
@@ -63,7 +81,7 @@ def _models() -> dict[str, str]:
             if gpu
         }
     except pynvml.NVMLError as error:
-        raise ValueError(f"config.yaml: gpus: {error} (CUDA_VISIBLE_DEVICES: {named!r})") from None
+        raise ValueError(f"{error} (CUDA_VISIBLE_DEVICES: {named!r})") from None
     finally:
         pynvml.nvmlShutdown()
 
@@ -72,16 +90,3 @@ def _handle(gpu: str):
     if gpu.isdigit():
         return pynvml.nvmlDeviceGetHandleByIndex(int(gpu))
     return pynvml.nvmlDeviceGetHandleByUUID(gpu)
-
-
-def gpu_number(name: str, job: Mapping, shapes: Iterable[str], n: int) -> int:
-    """Returns the number of the GPU, below `n`, that a job runs on; the same in every run.
-
-    Args:
-        name: the job's id, or a gate's name.
-        job: its parameters; empty for a gate.
-        shapes: the names of section `shapes`, in their order.
-        n: number of GPUs.
-    """
-    places = {shape: place for place, shape in enumerate(shapes)}
-    return places.get(job.get("shape"), zlib.crc32(name.encode())) % n

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from workflow.gpus import Part, take
+
 # Set by the rules: the process id of the workflow, and "12/34" of the job that is started next.
 WORKFLOW_PID = "TNP_WORKFLOW_PID"
 PROGRESS = "TNP_PROGRESS"
@@ -17,18 +19,18 @@ PROGRESS = "TNP_PROGRESS"
 
 @contextmanager
 def job(
-    name: str, log: str | Path, gpu: str | None = None, *, capture: bool = True
+    name: str, log: str | Path, part: Part | None = None, *, capture: bool = True
 ) -> Iterator[Callable[[str], None]]:
     """Runs a job's body; yields `say(text)`, which prints "[12/34] name: text" to the terminal.
 
-    `gpu` becomes CUDA_VISIBLE_DEVICES, so the job sees that GPU alone. None leaves it as it is.
+    `part` is all that the job sees of the host's GPUs and cores; None leaves it everything.
 
     Everything else that is printed goes to the file `log` (with `capture=False` to the terminal).
     An error is one line on the terminal and a traceback in the log.
     """
     _end_with_workflow()
-    if gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    if part is not None:
+        take(part)
     terminal = os.fdopen(os.dup(2), "w", buffering=1)
     prefix = f"[{os.environ[PROGRESS]}] " if PROGRESS in os.environ else ""
 

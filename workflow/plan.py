@@ -85,9 +85,10 @@ class Plan:
         """Returns the kind of a benchmark's job."""
         return self._kinds[config_id]
 
-    def parameters(self, name: str) -> Job:
-        """Returns the parameters of a job of any kind, and none for a gate."""
-        return next((jobs[name] for jobs in self.jobs.values() if name in jobs), {})
+    def found(self, name: str) -> tuple[str, Job]:
+        """Returns the kind and the parameters of a job, or (GATE, {}) for a gate."""
+        every = ((kind, jobs[name]) for kind, jobs in self.jobs.items() if name in jobs)
+        return next(every, (GATE, {}))
 
     @cached_property
     def order(self) -> list[tuple[str, int]]:

@@ -1,29 +1,44 @@
 """Tests the spreading of jobs over several GPUs of a host. NVML is replaced: there is no GPU."""
 
+import json
 import os
-import re
-import subprocess
-import sys
 from collections import defaultdict
-from pathlib import Path
 
 import pynvml
 import pytest
 
 from workflow import gpus
-from workflow.jobs import job
+from workflow.gpus import Part
 
-GATES_AT_ONCE = 4  # as many as 140 GiB allow
-# A module in place of pynvml.
-PYNVML_WITH_FOUR_GPUS = """
-class NVMLError(Exception): pass
-class Memory: free = total = 140 * 2**30
-nvmlInit = nvmlShutdown = lambda: None
-nvmlDeviceGetCount = lambda: 4
-nvmlDeviceGetHandleByIndex = lambda index: index
-nvmlDeviceGetName = lambda gpu: "NVIDIA H200"
-nvmlDeviceGetMemoryInfo = lambda gpu: Memory
-"""
+# What is appended to these files makes a host of two GPUs, whose jobs write down what they see.
+ON_A_HOST = {
+    "workflow/gpus.py": """
+def _models():
+    return {"0": "nvidia-h200", "1": "nvidia-h200"}
+""",
+    "tnp/bench/provenance.py": """
+def device_slug():
+    return "nvidia-h200"
+
+def free_gb():
+    return 140.0
+
+def gpu_uuid():
+    return os.environ["CUDA_VISIBLE_DEVICES"]
+""",
+    "tnp/bench/isolate.py": """
+def run_isolated(kind, parameters, timeout_s):
+    import json, os
+    cores = len(os.sched_getaffinity(0))
+    seen = {"name": parameters["config_id"], "gpu": os.environ["CUDA_VISIBLE_DEVICES"]}
+    with open("ran", "a") as file:
+        print(json.dumps(seen | {"cores": cores}), file=file)
+    tables = failure_rows(kind, parameters, "ok", "")
+    for row in tables[f"{kind}s"]:
+        row["step_ms_p50"] = 1.0
+    return with_provenance(tables, parameters["device_slug"], None)
+""",
+}
 
 
 def host(monkeypatch: pytest.MonkeyPatch, *models: str) -> None:
@@ -39,65 +54,65 @@ def host(monkeypatch: pytest.MonkeyPatch, *models: str) -> None:
         monkeypatch.setattr(pynvml, name, value)
 
 
-def test_the_first_visible_gpus_are_named_as_cuda_names_them(monkeypatch):
+def taken(monkeypatch: pytest.MonkeyPatch, part: Part, cores: set[int]) -> tuple[str, set[int]]:
+    """Returns the GPU and the cores of a job that takes its part of these cores."""
+    kept: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, mine: kept.append(set(mine)))
+    gpus.take(part)
+    return os.environ["CUDA_VISIBLE_DEVICES"], kept[0]
+
+
+def test_each_part_has_a_gpu_and_cores_of_its_own(monkeypatch):
     host(monkeypatch, *["NVIDIA H100"] * 4)
-    assert gpus.first_visible(1, "cuda", True) == []
-    assert gpus.first_visible(3, "cuda", True) == ["0", "1", "2"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-1")
-    assert gpus.first_visible(2, "cuda", True) == ["3", "GPU-1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-1,0")
+    cores, found = {2, 3, 5, 7, 11, 13, 17}, []
+    for number in range(3):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-1,0")
+        found.append(taken(monkeypatch, Part(number, 3), cores))
+    assert [gpu for gpu, _ in found] == ["3", "GPU-1", "0"]
+    assert set.union(*(mine for _, mine in found)) == cores
+    assert sum(len(mine) for _, mine in found) == len(cores)
+
+
+def test_every_visible_gpu_is_known_without_the_variable(monkeypatch):
+    host(monkeypatch, *["NVIDIA H100"] * 4)
+    assert taken(monkeypatch, Part(2, 4), set(range(4))) == ("2", {2})
 
 
 @pytest.mark.parametrize(
-    ("n", "device", "is_local", "said"),
+    ("n", "n_cores", "is_local", "said"),
     [
-        (4, "cuda", True, "gpus: 4, but 3 can be seen: use at most that"),
-        (3, "cuda", True, "GPU 2 is a nvidia-l4 and GPU 0 a nvidia-h100: name GPUs of one model"),
-        (2, "cpu", True, "gpus: 2, but the device is the CPU"),
-        (2, "cuda", False, "gpus: 2 is for one host: a cluster has --jobs"),
+        (4, 8, True, "gpus is 4, but 3 GPUs can be seen: use at most that"),
+        (3, 8, True, "GPU 2 is a nvidia-l4 and GPU 0 a nvidia-h100: name GPUs of one model"),
+        (2, 1, True, "gpus is 2, but --cores is 1: each GPU needs one"),
+        (2, 8, False, "gpus is 2, and for one host alone: a cluster has --jobs"),
     ],
 )
-def test_too_few_mixed_or_remote_gpus_are_refused(monkeypatch, n, device, is_local, said):
+def test_what_cannot_share_the_work_is_refused(monkeypatch, n, n_cores, is_local, said):
     host(monkeypatch, "NVIDIA H100", "NVIDIA H100", "NVIDIA L4")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    gpus.check(2, 2, True)
+    gpus.check(1, 1, False)
     with pytest.raises(ValueError, match=said):
-        gpus.first_visible(n, device, is_local)
+        gpus.check(n, n_cores, is_local)
 
 
-def test_a_job_sees_its_gpu_alone(monkeypatch, tmp_path):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    with job("a job", tmp_path / "log", None, capture=False):
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
-    with job("a job", tmp_path / "log", "3", capture=False):
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
-
-
-def test_all_steps_of_a_shape_take_the_whole_of_one_gpu(tmp_path):
-    (tmp_path / "pynvml.py").write_text(PYNVML_WITH_FOUR_GPUS)
-    command = "-m snakemake -n headline fp8 attention --quiet host --cores 64 --config gpus=4"
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
-    planned = subprocess.run(
-        [sys.executable, *command.split()],
-        cwd=Path(__file__).parents[2],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    taken = defaultdict(set)
-    for entry in re.split(r"\n(?=rule )", planned):
-        name = re.search(r"wildcards: (?:gate|config_id)=([\w-]+)", entry)
-        shares = [int(n) for n in re.findall(r"\bgpu\d=(\d)", entry)]
-        if name is None:
-            continue
-        assert len(shares) == 4
-        assert sorted(shares)[:3] == [0, 0, 0]
-        if entry.startswith("rule gate"):
-            assert 1 <= max(shares) <= GATES_AT_ONCE
-            taken["gates"].add(shares.index(max(shares)))
-        else:
-            assert max(shares) == GATES_AT_ONCE
-            assert "threads: 16" in entry  # a quarter of 64
-            taken[name[1].split("--")[1]].add(shares.index(GATES_AT_ONCE))
-    assert taken.pop("gates") == {0, 1, 2, 3}
-    assert {"small", "mid", "mid_b1", "large", "odd"} <= taken.keys()
-    assert all(len(where) == 1 for where in taken.values())
-    assert set.union(*taken.values()) == {0, 1, 2, 3}
+def test_all_steps_of_a_shape_run_on_one_gpu(checkout):
+    steps = checkout.config["steps"]["cpu"]
+    checkout.config["shapes"] |= {
+        f"tiny{n}": {"batch": n, "n_context": 24, "n_target": 8} for n in (3, 4)
+    }
+    steps |= {"devices": ["cuda"], "shapes": list(checkout.config["shapes"])}
+    checkout.config |= {"device": "cuda", "gpus": 2}
+    for file, text in ON_A_HOST.items():
+        checkout.append(file, text)
+    status, output = checkout.run("cpu", "gates", "--cores", "8")
+    assert status == 0, output
+    ran = [json.loads(line) for line in (checkout.folder / "ran").read_text().splitlines()]
+    gpus_of = defaultdict(set)
+    for one in ran:
+        gpus_of[one["name"].split("--")[1]].add(one["gpu"])
+        assert one["cores"] <= -(-len(os.sched_getaffinity(0)) // 2)
+    assert gpus_of == {"tiny": {"0"}, "tiny3": {"1"}, "tiny4": {"0"}}
+    assert len(ran) == 6

@@ -54,7 +54,7 @@ def functions_of_table(
     numbers = {name: as_floats(_called(name), columns[name]) for name in (*x, *y)}
     for name, values in numbers.items():
         require_column(_called(name), values.shape)
-    hint = " (np.genfromtxt reads text with dtype=None alone)" * isinstance(table, np.ndarray)
+    hint = " (np.genfromtxt reads numbers: use pandas.read_csv)" * isinstance(table, np.ndarray)
     labels = {
         name: as_labels(_called(name), columns[name], f"{of}{hint}")
         for name, of in ((by, "function"), (group, "group"))

@@ -77,16 +77,9 @@ GATES_AT_ONCE = gates_at_once(free_gb() if DEVICE == "cuda" else None, GPU_LIMIT
 
 # With several GPUs, each is a resource of Snakemake with GATES_AT_ONCE shares. A gate takes one for
 # each of its processes. Any other job takes all of its GPU.
-try:
-    VISIBLE_DEVICES = gpus.first_visible(CONFIG.gpus, DEVICE, workflow.local_exec)
-except ValueError as error:
-    sys.exit(str(error))
-N_GPUS = len(VISIBLE_DEVICES) or 1
-if VISIBLE_DEVICES:
-    # Each job asks for one `gpu`, which is for clusters. Here there are enough for any number of jobs.
-    workflow.register_resource("gpu", N_GPUS * GATES_AT_ONCE)
-    for number in range(N_GPUS):
-        workflow.register_resource(f"gpu{number}", GATES_AT_ONCE)
+N_GPUS = CONFIG.gpus if DEVICE == "cuda" else 1
+for number in range(N_GPUS if N_GPUS > 1 else 0):
+    workflow.register_resource(f"gpu{number}", GATES_AT_ONCE)
 
 
 def gate_shares(wildcards):
@@ -94,29 +87,25 @@ def gate_shares(wildcards):
     return n_shares(wildcards.gate, target(DEVICE), GATES_AT_ONCE)
 
 
-# A cluster reserves GPUS_A_JOB for each job. On one host the GPUs share the cores, and a timing takes
-# all cores of its GPU, so that nothing runs beside it.
-GPUS_A_JOB = 1 if DEVICE == "cuda" else 0
+# The jobs of one GPU share its cores, and a timing takes all, so that nothing runs beside it there.
+# A cluster reserves GPUS_A_JOB for each job.
 CORES_A_GPU = max(1, workflow.cores // N_GPUS)
+GPUS_A_JOB = 1 if DEVICE == "cuda" and N_GPUS == 1 else 0
 
 
-def gpu_number(wildcards):
-    name = wildcards.get("gate") or wildcards.config_id
-    return gpus.gpu_number(name, PLAN.parameters(name), CONFIG.shapes, N_GPUS)
-
-
-def visible_device(wildcards):
-    """Returns a job's CUDA_VISIBLE_DEVICES, or None to leave the variable as it is."""
-    return VISIBLE_DEVICES[gpu_number(wildcards)] if VISIBLE_DEVICES else None
+def part(wildcards):
+    """Returns what a job has of the host's GPUs and cores, or None for all."""
+    if N_GPUS > 1:
+        return gpus.part_of(wildcards.get("gate") or wildcards.config_id, PLAN, N_GPUS)
 
 
 def gpu_shares(share):
     """Returns a rule's resources: `share(wildcards)` of the job's own GPU, and 0 of the others."""
 
     def of(number):
-        return lambda wildcards: share(wildcards) * (gpu_number(wildcards) == number)
+        return lambda wildcards: share(wildcards) * (part(wildcards).number == number)
 
-    return {f"gpu{number}": of(number) for number in range(len(VISIBLE_DEVICES))}
+    return {f"gpu{number}": of(number) for number in range(N_GPUS if N_GPUS > 1 else 0)}
 
 
 WHOLE_GPU = gpu_shares(lambda wildcards: GATES_AT_ONCE)
@@ -148,7 +137,7 @@ def params_of(kind, stem):
     return {
         "parameters": lambda of: PLAN.job(kind, of.config_id, of.get("replicate")),
         "gates": lambda of: FILES.gates(kind, of.config_id),
-        "gpu": visible_device,
+        "part": part,
     } | kinds()[kind].params(RUNS, stem)
 
 
@@ -218,10 +207,10 @@ onstart:
         start.check_folders(FOLDERS)
         if not measures_nothing():  # a job that draws reads the tables itself
             start.check_tables()
-        if workflow.local_exec and any(
-            "gpu" in job.rule.resources for job in workflow.dag.needrun_jobs()
-        ):
-            start.check_device(SLUG)
+        if any("gpu" in job.rule.resources for job in workflow.dag.needrun_jobs()):
+            if workflow.local_exec:
+                start.check_device(SLUG)
+            gpus.check(N_GPUS, workflow.cores, workflow.local_exec)
         start.check_new(
             job.output[0] for job in workflow.dag.needrun_jobs() if job.output
         )

@@ -16,7 +16,7 @@ rule gate:
     params:
         device=DEVICE,
         slug=SLUG,
-        gpu=visible_device,
+        part=part,
         shares=gate_shares,
         timeout_s=CONFIG.timing["timeout_s"],
         # This file is no output: Snakemake deletes the outputs of a job that it starts again.

@@ -64,7 +64,7 @@ def said(row: dict) -> str:
     return f"{what}{row[study.said[0]]:.4g} ms"
 
 
-with job(name, snakemake.log[0], given["gpu"]) as say:
+with job(name, snakemake.log[0], given["part"]) as say:
     with device_lock(parameters["device_slug"], say=say):
         tables = measure()
     write(snakemake.output, tables)

@@ -34,7 +34,7 @@ def verdict(rows: list[dict]) -> str:
     return said
 
 
-with job(f"gate {gate}", snakemake.log[0], params.gpu) as say:
+with job(f"gate {gate}", snakemake.log[0], params.part) as say:
     with device_lock(params.slug, shared=True, say=say):
         definitions = sources.code(sources.of_gate(gate))
         of = gate, params.device, params.slug, definitions, params.timeout_s

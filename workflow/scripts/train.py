@@ -28,7 +28,7 @@ def run(say: Callable[[str], None]) -> list[dict]:
 
 
 name, log = f"train {parameters['run']}", snakemake.log[0]
-with job(name, log, snakemake.params.gpu, capture=False) as say:
+with job(name, log, snakemake.params.part, capture=False) as say:
     stop = stopped(list(map(Path, snakemake.input)), json.loads(parameters["operators"]))
     rows = [] if stop else run(say)
     state = environment(device)
