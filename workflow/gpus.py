@@ -14,7 +14,7 @@ from workflow.plan import Plan
 
 
 class Part(NamedTuple):
-    """Is what a job has of a host: GPU `number` of the first `n`, and an equal part of the cores."""
+    """Says what a job has of a host: GPU `number` of the first `n`, an equal part of the cores."""
 
     number: int
     n: int
