@@ -1,9 +1,10 @@
 // Attention backward on tensor cores through nvcuda::wmma, full or causal.
 //
 // The weights are computed again from q, k and the saved lse (Dao, FlashAttention-2, arXiv
-// 2307.08691), so that no n_q x n_k matrix is in memory. With p = 2^(scale log2(e) q kT - lse) and
-// delta = sum over d of o do, minus the gradient of lse:
+// 2307.08691), so that no n_q x n_k matrix is in memory. lse is to base 2. `do` is the gradient of
+// o, and dlse that of lse in nats, which cuda_attention.py subtracts.
 //
+//   p = 2^(scale log2(e) q kT - lse)    delta = (sum over D of o * do) - dlse
 //   dv = pT do    ds = p (do vT - delta)    dq = scale ds k    dk = scale dsT q
 //
 // Step 1: `attention_delta` has a warp for each query.
@@ -11,19 +12,21 @@
 //         `attention_dq` owns queries and walks over the keys that they see. Each sum has one owner
 //         and a fixed order: there are no atomics, and results are equal from run to run. The price
 //         is that both kernels compute the weights.
-// Step 3: both are one function, `walk`. Where keys are owned, it computes the transposes:
+// Step 3: both kernels call one function, `walk`. If a block owns keys, it computes transposes:
 //
 //           owned      walked     s = owned[0] walked[0]T    dp = owned[1] walked[1]T
 //           k, v       q, do      sums[0] = dsT q  (dk)      sums[1] = pT do  (dv)
 //           q, do      k, v       sums[0] = ds k   (dq)
 //
 //         So the tile of weights is always a left operand, and is never transposed.
-// Step 4: heads that share keys are walked one after another by the owner of these keys.
-// Step 5: s and dp become p and ds where they lie, as in wmma.cu. The next walked rows are on their
-//         way while these are multiplied, and rows in shared memory are 16 bytes longer than need be.
+// Step 4: the owner of keys walks over the heads that share these keys, one after another.
+// Step 5: p and ds overwrite s and dp in shared memory, as in attention/wmma.cu. The next walked
+//         rows are copied while the present ones are multiplied. Rows in shared memory are padded
+//         by 16 bytes against bank conflicts.
 //
-// A block owns 16 WARPS rows. Two matrices of them wait in shared memory, because registers hold the
-// sums: 64 rows at D = 64 and 32 rows at D = 128 leave room for two stages of walked rows in 48 KB.
+// A block owns 16 WARPS rows. Registers hold the sums, so both owned matrices stay in shared
+// memory. With 64 rows at D = 64, or 32 rows at D = 128, two stages of walked rows still fit in
+// 48 KB.
 //
 // TYPE (__half, __nv_bfloat16), HEAD_DIM and WARPS come from the compiler's command line.
 
@@ -38,13 +41,13 @@
 using namespace nvcuda;
 
 constexpr int SIDE = 16;  // of a fragment, and rows that are walked at a time
-constexpr int PACK = 8;  // numbers of 16 bytes
+constexpr int PACK = 8;  // 16-bit numbers in 16 bytes
 constexpr int ROW = HEAD_DIM + PACK;  // numbers of a row in shared memory
 constexpr int SCORE_ROW = SIDE + 4;
 constexpr int COLUMNS = HEAD_DIM / SIDE;  // fragments side by side
 constexpr int THREADS = 32 * WARPS;
 
-// Rows of a head in memory, and how far apart they are.
+// Points to a head's rows in memory. `stride` is their distance in numbers.
 struct Rows {
   const TYPE* at;
   long long stride;
@@ -61,7 +64,7 @@ struct Rows {
   }
 };
 
-// The lengths of a head and its mask: query i stands beside key i + n_k - n_q.
+// Holds a head's lengths and its mask. If causal, query i sees keys 0 ... i + n_k - n_q.
 struct Mask {
   long long n_q, n_k;
   bool causal;
@@ -91,7 +94,8 @@ __device__ void multiply(float* scores, const TYPE* owned, const TYPE* walked) {
   wmma::store_matrix_sync(scores, s, SCORE_ROW, wmma::mem_row_major);
 }
 
-// sums += weights walked, where the weights lie in the place of scores.
+// sums += weights walked. The 16-bit weights overwrote float scores, so a row of them is
+// 2 * SCORE_ROW numbers long.
 __device__ void add_product(Result* sums, const float* weights, const TYPE* walked) {
   Left left;
   wmma::load_matrix_sync(left, reinterpret_cast<const TYPE*>(weights), 2 * SCORE_ROW);
@@ -103,9 +107,9 @@ __device__ void add_product(Result* sums, const float* weights, const TYPE* walk
   }
 }
 
-// Writes factor * sums to rows of `to` that are there, by way of a warp's scores.
-__device__ void store(Result* sums, float factor, float* scores, TYPE* to, long long stride,
-                      bool there) {
+// Writes factor * sums. Two lanes write one row, which starts at their `to`. Lanes without `there`
+// write nothing. The warp's scores are scratch memory.
+__device__ void store(Result* sums, float factor, float* scores, TYPE* to, bool there) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int c = 0; c < COLUMNS; ++c) {
@@ -120,8 +124,10 @@ __device__ void store(Result* sums, float factor, float* scores, TYPE* to, long 
   }
 }
 
-// Step 3. Owned rows begin at `first`. Walked rows are begin ... end - 1 of each of `members` heads,
-// which lie `apart` numbers apart, and n_q numbers of lse and delta. `to` are the owner's rows.
+// Step 3. The block owns rows from `first` on. It walks over rows begin ... end - 1 of `members`
+// heads, one head after another: `members` is `group` if the block owns keys, else 1. From one
+// head to the next, walked[i] advances by apart[i] numbers, and lse and delta by n_q. sums[i] goes to
+// the head whose first row is to[i], with row stride stride[i].
 template <bool OwnsKeys>
 __device__ void walk(const Rows (&owned)[2], Rows (&walked)[2], const long long (&apart)[2],
                      long long members, const float* lse, const float* delta, const Mask& mask,
@@ -136,7 +142,7 @@ __device__ void walk(const Rows (&owned)[2], Rows (&walked)[2], const long long 
   float* dp = all_scores[warp][1];
   const long long n_owned = OwnsKeys ? mask.n_k : mask.n_q;
   const long long n_walked = OwnsKeys ? mask.n_q : mask.n_k;
-  const int row = lane / 2;  // of the warp's: this lane and its neighbour do its weights
+  const int row = lane / 2;  // in the warp's tile; lanes 2 row and 2 row + 1 share its weights
   const long long mine = first + warp * SIDE + row;
 
   Result sums[Sums][COLUMNS];
@@ -159,14 +165,14 @@ __device__ void walk(const Rows (&owned)[2], Rows (&walked)[2], const long long 
   for (long long step = 0; step < steps; ++step) {
     if (step + 1 < steps) fetch(step + 1);  // step 5
     __pipeline_commit();
-    __pipeline_wait_prior(1);  // for all but what was asked for last
+    __pipeline_wait_prior(1);  // for all copies but those of the next step
     __syncthreads();
     const TYPE* const at[2] = {stages[step % 2][0], stages[step % 2][1]};
     multiply(s, own[0] + warp * SIDE * ROW, at[0]);
     multiply(dp, own[1] + warp * SIDE * ROW, at[1]);
     __syncwarp();
 
-    // Two columns here, two of the neighbour's, and so on.
+    // The two lanes of a row take turns: two columns each.
     const long long start = begin + step % tiles * SIDE, of_head = step / tiles * mask.n_q;
     float p[SIDE / 2], ds[SIDE / 2];
 #pragma unroll
@@ -181,7 +187,7 @@ __device__ void walk(const Rows (&owned)[2], Rows (&walked)[2], const long long 
         ds[j] = p[j] * (dp[place] - delta[of_head + query]);
       }
     }
-    __syncwarp();  // all have read what is overwritten now
+    __syncwarp();  // all lanes have read the scores that p and ds overwrite
 #pragma unroll
     for (int j = 0; j < SIDE / 2; ++j) {
       const int place = row * 2 * SCORE_ROW + j / 2 * 4 + lane % 2 * 2 + j % 2;
@@ -191,10 +197,10 @@ __device__ void walk(const Rows (&owned)[2], Rows (&walked)[2], const long long 
     __syncwarp();
     add_product(sums[0], dp, at[0]);
     if (OwnsKeys) add_product(sums[Sums - 1], s, at[1]);
-    __syncthreads();  // the next round overwrites what this one read
+    __syncthreads();  // the next step overwrites what this one read
   }
-  store(sums[0], scale, s, to[0] + mine * stride[0], stride[0], mine < n_owned);
-  if (OwnsKeys) store(sums[Sums - 1], 1.0f, s, to[1] + mine * stride[1], stride[1], mine < n_owned);
+  store(sums[0], scale, s, to[0] + mine * stride[0], mine < n_owned);
+  if (OwnsKeys) store(sums[Sums - 1], 1.0f, s, to[1] + mine * stride[1], mine < n_owned);
 }
 
 // o, d_o: [B, n_heads, n_q, HEAD_DIM] with these strides. delta: [B, n_heads, n_q].
@@ -225,13 +231,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_dkdv(
   const long long head = blockIdx.x / n_tiles, first = blockIdx.x % n_tiles * SIDE * WARPS;
   const long long b = head / (n_heads / group), h = head % (n_heads / group);
   const Mask mask = {n_q, n_k, causal != 0};
-  // The first query that sees the first key here.
-  const long long beside = first - (n_k - n_q);
+  // If causal, queries before this one see none of the block's keys. It may be negative.
+  const long long first_query = first - (n_k - n_q);
   const Rows owned[2] = {{k + b * k_b + h * k_h, k_n}, {v + b * v_b + h * v_h, v_n}};
   Rows walked[2] = {{q + b * q_b + h * group * q_h, q_m}, {d_o + b * do_b + h * group * do_h, do_m}};
   walk<true>(owned, walked, {q_h, do_h}, group, lse + head * group * n_q,
-             delta + head * group * n_q, mask, first, causal && beside > 0 ? beside : 0, n_q,
-             {dk + b * dk_b + h * dk_h, dv + b * dk_b + h * dk_h}, {dk_n, dk_n}, scale, scale_log2);
+             delta + head * group * n_q, mask, first, causal && first_query > 0 ? first_query : 0,
+             n_q, {dk + b * dk_b + h * dk_h, dv + b * dk_b + h * dk_h}, {dk_n, dk_n}, scale,
+             scale_log2);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) attention_dq(
@@ -242,11 +249,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_dq(
     long long n_heads, long long group, long long n_q, long long n_k, long long n_tiles,
     long long causal, float scale, float scale_log2) {
   const long long head = blockIdx.x / n_tiles;
-  // Where causal, those that see most come first: the last to end are then short.
+  // If causal, tiles that see the most keys start first, so the last blocks to finish are short.
   const long long tile = causal ? n_tiles - 1 - blockIdx.x % n_tiles : blockIdx.x % n_tiles;
   const long long b = head / n_heads, h = head % n_heads, first = tile * SIDE * WARPS;
   const Mask mask = {n_q, n_k, causal != 0};
-  // Keys that the last query sees are the last that anybody here sees.
+  // The block's last query, last - 1, sees the most keys. `end` is one past the last of them.
   const long long last = first + SIDE * WARPS < n_q ? first + SIDE * WARPS : n_q;
   const long long end = causal ? last + n_k - n_q : n_k;
   const Rows owned[2] = {{q + b * q_b + h * q_h, q_m}, {d_o + b * do_b + h * do_h, do_m}};

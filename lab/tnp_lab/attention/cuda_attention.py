@@ -30,7 +30,7 @@ DELTA, DKDV, DQ = (
 )
 CUTE_TYPES = {"bfloat16": "cute::bfloat16_t", "float16": "cute::half_t"}
 WARPS = 4
-ROWS_OF_A_WARP = 16  # of keys or queries that a warp of `backward.cu` owns
+BACKWARD_ROWS_A_WARP = 16  # keys or queries that a warp of `backward.cu` owns
 
 
 def prepare_wmma(call: Call, config: object, inputs: tuple) -> Callable:
@@ -48,26 +48,27 @@ def _prepare(
     inputs: tuple,
     kernel: str,
     types: Mapping[str, str],
-    queries_of_a_warp: int,
+    queries_a_warp: int,
     cutlass: str = "",
 ) -> Callable:
     as_read = with_aligned_rows if not call.aligned else lambda x: x
     q, k, v = map(as_read, inputs[:3])
     n_heads, n_q, head_dim = q.shape[1:]
-    of_o, of_lse = rows_layout(q), lse_layout(q)
-    n_tiles = -(-n_q // (WARPS * queries_of_a_warp))
+    o_shape, o_strides = rows_layout(q)
+    lse_shape, lse_strides = lse_layout(q)
+    n_tiles = -(-n_q // (WARPS * queries_a_warp))
     constants = nvrtc.constants(TYPE=types[call.problem.dtype], HEAD_DIM=head_dim, WARPS=WARPS)
     bound = Bound(
         nvrtc.Source(kernel, constants, cutlass), call.target.capability,
         (n_tiles * q.shape[0] * n_heads,), WARPS * nvrtc.WARP,
-        *row_strides(q), *row_strides(k), *row_strides(v), *of_o[1][:3],
+        *row_strides(q), *row_strides(k), *row_strides(v), *o_strides[:3],
         n_heads, n_heads // k.shape[1], n_q, k.shape[2], n_tiles, int(call.problem["causal"]),
     )  # fmt: skip
 
     def launch(inputs, scalars):
         q, k, v = map(as_read, inputs[:3])
-        o = q.new_empty_strided(*of_o)
-        lse = q.new_empty_strided(*of_lse, dtype=torch.float32)
+        o = q.new_empty_strided(o_shape, o_strides)
+        lse = q.new_empty_strided(lse_shape, lse_strides, dtype=torch.float32)
         bound(q, k, v, o, lse, scalars[0] * LOG2_E)
         return (o,), (lse,)
 
@@ -81,7 +82,9 @@ def prepare_backward(call, config, do, q, k, v, lengths, o, lse, dlse):
     do, q, k, v = map(as_read, (do, q, k, v))
     batch, n_heads, n_q, head_dim = q.shape
     n_kv_heads, n_k = k.shape[1:3]
-    of_q, of_keys, of_delta = rows_layout(q), KeyGradients(k, call.apart), lse_layout(q)
+    dq_shape, dq_strides = rows_layout(q)
+    key_gradients, delta_layout = KeyGradients(k, call.apart), lse_layout(q)
+    # 64 owned rows at D = 128 do not fit in 48 KB of shared memory.
     warps = WARPS if head_dim <= 64 else WARPS // 2
     constants = nvrtc.constants(
         TYPE=nvrtc.TYPES[call.problem.dtype], HEAD_DIM=head_dim, WARPS=warps
@@ -94,26 +97,29 @@ def prepare_backward(call, config, do, q, k, v, lengths, o, lse, dlse):
         return Bound(source, call.target.capability, (blocks,), warps * nvrtc.WARP, *integers)
 
     def walking(kernel: str, n_owned: int, heads: int, written: tuple[int, int, int]) -> Bound:
-        """Returns the launch in which each block owns a tile of `n_owned` rows of a head."""
-        n_tiles = -(-n_owned // (warps * ROWS_OF_A_WARP))
+        """Returns a launch in which each block owns one tile of a head's `n_owned` rows.
+
+        `heads` counts the heads per sample that own rows. `written` are the gradients' strides.
+        """
+        n_tiles = -(-n_owned // (warps * BACKWARD_ROWS_A_WARP))
         sizes = n_heads, n_heads // n_kv_heads, n_q, n_k, n_tiles, causal
         return bound(kernel, n_tiles * batch * heads, *strides, *written, *sizes)
 
     n_rows = batch * n_heads * n_q
-    of_o = *row_strides(o), *row_strides(do)
-    fill_delta = bound(DELTA, -(-n_rows // warps), *of_o, n_heads, n_q, n_rows)
-    dkdv_kernel = walking(DKDV, n_k, n_kv_heads, of_keys.strides)
-    dq_kernel = walking(DQ, n_q, n_heads, of_q[1][:3])
+    delta_strides = *row_strides(o), *row_strides(do)
+    fill_delta = bound(DELTA, -(-n_rows // warps), *delta_strides, n_heads, n_q, n_rows)
+    dkdv_kernel = walking(DKDV, n_k, n_kv_heads, key_gradients.strides)
+    dq_kernel = walking(DQ, n_q, n_heads, dq_strides[:3])
 
     def launch(do, q, k, v, lengths, o, lse, dlse, scale):
         do, q, k, v = map(as_read, (do, q, k, v))
-        delta = lse.new_empty_strided(*of_delta)
+        delta = lse.new_empty_strided(*delta_layout)
         fill_delta(o, do, delta)
         if dlse is not None:
-            delta -= dlse
-        dk, dv = of_keys.allocate(k)
+            delta -= dlse  # dlse enters every score's gradient like -delta
+        dk, dv = key_gradients.allocate(k)
         dkdv_kernel(q, k, v, do, lse, delta, dk, dv, scale, scale * LOG2_E)
-        dq = q.new_empty_strided(*of_q)
+        dq = q.new_empty_strided(dq_shape, dq_strides)
         dq_kernel(q, k, v, do, lse, delta, dq, scale, scale * LOG2_E)
         return dq, dk, dv
 

@@ -1,7 +1,7 @@
 // Attention forward in CuTe (CUTLASS 3), full or causal: wmma.cu again, with the layouts known.
 //
 // CuTe describes where numbers lie, in memory and in the registers of a warp, by layouts: functions
-// from coordinates to places, which compose. So this file can say where wmma cannot:
+// from coordinates to places, which compose. wmma hides these places, which steps 1 and 2 need.
 //
 // Step 1: the scores of one product are an operand of the next without leaving their registers. An
 //         instruction m16n8k16 leaves a lane 2 x 2 numbers of 16 x 8. Two of these results, side by
@@ -9,20 +9,20 @@
 // Step 2: a row's numbers lie in four neighbouring lanes, so its maximum is two shuffles. Each lane
 //         sums its own part of a row, and the four parts are added once, at the end. Coordinates of
 //         a lane's numbers come from a tensor of coordinates, divided in the same way.
-// Step 3: rows in shared memory are swizzled instead of padded: bits of the row are exclusive-ored
-//         into the place of each 16 bytes, and ldmatrix reads and cp.async writes without bank
-//         conflicts. Rows of 64 numbers take three bits, rows of 32 numbers two.
-// Step 4: values arrive while scores are computed, and the next keys while values are multiplied.
-//         So one tile of each is enough.
+// Step 3: rows in shared memory are swizzled, not padded: the place of each 16 bytes is XORed with
+//         bits of the row's number. Then neither ldmatrix nor cp.async has bank conflicts. Rows of
+//         64 numbers take three bits, rows of 32 numbers two.
+// Step 4: values are copied while scores are computed, and the next keys while values are
+//         multiplied. So one tile of each is enough.
 // Step 5: a warp has 32 queries. Each operand of keys or values that it reads from shared memory
 //         serves two products of 16 queries. With 16 queries a warp, shared memory is the limit: it
 //         gives 128 bytes a cycle. Up to D = 64 the queries stay in registers. At D = 128 there is
 //         no room for them, and they are read again for each tile of keys. 128 queries, 32 keys and
 //         32 values then fill 48 KB, all that a block has without asking for more.
 // Step 6: a mask costs a comparison for each score. Only tiles at the end of the keys and on the
-//         diagonal have one. The scale is part of the exponent, 2^(s scale - m), which is one FFMA,
-//         and ex2.approx.ftz is one instruction. As in wmma.cu, o is multiplied only where a
-//         maximum grew.
+//         diagonal are masked. The scale is part of the exponent, 2^(scale_log2 s - m), which is
+//         one FFMA. scale_log2 is scale log2(e). The power, ex2.approx.ftz, is one instruction. As
+//         in wmma.cu, o is multiplied only if a maximum grew.
 //
 // Formulas are those of wmma.cu (Dao, FlashAttention-2, arXiv 2307.08691, and its CuTe kernels).
 //
@@ -32,21 +32,22 @@
 
 using namespace cute;
 
-// Of a product's result (4 numbers, M, N): rows and columns, ((2, M), (2, N)).
+// Turns the layout of a product's result, (4, M, N), into (rows, columns): ((2, M), (2, N)).
 template <class Layout>
 __device__ auto as_rows(Layout result) {
   const auto l = logical_divide(result, Shape<_2>{});  // ((2, 2), M, N)
   return make_layout(make_layout(get<0, 1>(l), get<1>(l)), make_layout(get<0, 0>(l), get<2>(l)));
 }
 
-// The same as an operand of the next product, (8 numbers, M, N / 2): step 1.
+// Turns the same layout into that of the next product's left operand, (8, M, N / 2): step 1.
 template <class Layout>
 __device__ auto as_operand(Layout result) {
   const auto l = logical_divide(result, Shape<Underscore, Underscore, _2>{});  // (4, M, (2, N / 2))
   return make_layout(make_layout(get<0>(l), get<2, 0>(l)), get<1>(l), get<2, 1>(l));
 }
 
-__device__ float over_row(float x, bool maximum) {  // of the four lanes that share a row: step 2
+// Returns the maximum, or the sum, of x over the four lanes that share a row: step 2.
+__device__ float over_row(float x, bool maximum) {
 #pragma unroll
   for (int distance = 1; distance < 4; distance *= 2) {
     const float other = __shfl_xor_sync(0xffffffffu, x, distance);
@@ -55,7 +56,8 @@ __device__ float over_row(float x, bool maximum) {  // of the four lanes that sh
   return x;
 }
 
-__device__ float power_of_2(float x) {  // exp2f spends three more instructions on tiny results
+// exp2f always adds three instructions, for denormal results.
+__device__ float power_of_2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
@@ -72,12 +74,12 @@ __device__ void multiply(Mma mma, Read read, const A& a, const B& b, C& c) {
   }
 }
 
-// Threads are numbered by int: coordinates of their tensors have the type of the number, and `seen`
-// may be negative.
+// threadIdx.x is cast to int, because CuTe gives coordinates the type of the thread's number.
+// Unsigned coordinates would compare wrongly with `seen`, which may be negative.
 template <class T, int HeadDim, int Warps>
 struct Attention {
   static constexpr int Threads = 32 * Warps, Queries = 32 * Warps;
-  static constexpr int Keys = HeadDim <= 64 ? 64 : 32;  // 64 would spill at D = 128
+  static constexpr int Keys = HeadDim <= 64 ? 64 : 32;  // 64 at D = 128 need 64 KB, not 48
   static constexpr int Row = HeadDim < 64 ? HeadDim : 64;  // numbers of a swizzled row
   static constexpr int Across = Row / 8;  // threads that copy it, 16 bytes each
   static constexpr bool QueriesStay = HeadDim <= 64;  // in registers: step 5
@@ -102,7 +104,7 @@ struct Attention {
   using Fetch = Copy<SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>>;
   using Store = Copy<UniversalCopy<uint128_t>>;
 
-  // Rows of a matrix in memory to shared memory. Rows from n_there on are 0.
+  // Starts copies of a matrix's rows to shared memory. Rows from n_there on become 0.
   template <int Rows, class To>
   static __device__ void fetch(const T* from, long long stride, int n_there, To to) {
     const auto whole = make_tensor(make_gmem_ptr(from), Shape<Int<Rows>, Int<HeadDim>>{},
@@ -122,12 +124,12 @@ struct Attention {
     cp_async_fence();
   }
 
-  // A block's: q, o and lse from its first query on, all of k and v. Query i stands beside key
-  // i + shift and, where causal, sees none after it.
+  // Computes one block's part of o and lse. q, o and lse point to the block's first query, k and v
+  // to the head's first key. If causal, query i (counted in the block) sees keys 0 ... i + shift.
   static __device__ void run(const T* q, const T* k, const T* v, T* o, float* lse,
                              long long stride_q, long long stride_k, long long stride_v,
                              long long stride_o, int n_queries, int n_keys, int shift, bool causal,
-                             float scale) {
+                             float scale_log2) {
     __shared__ __align__(128) T memory[(Queries + 2 * Keys) * HeadDim];
     const auto shared_q = make_tensor(make_smem_ptr(memory), Shared<Queries>{});
     const auto shared_k = make_tensor(make_smem_ptr(memory + Queries * HeadDim), Shared<Keys>{});
@@ -136,8 +138,8 @@ struct Attention {
     const auto shared_vt = make_tensor(shared_v.data(), Transposed{});
     const float infinity = __int_as_float(0x7f800000);
 
-    // Keys that the last query sees are the last that anybody here sees. All queries here see the
-    // keys before `seen_by_all`.
+    // The block's last query, last - 1, sees the most keys. `end` is one past the last of them.
+    // Every query of the block sees the keys before `seen_by_all`.
     const int last = n_queries < Queries ? n_queries : Queries;
     const int end = causal && last + shift < n_keys ? last + shift : n_keys;
     const int seen_by_all = causal && shift + 1 < n_keys ? shift + 1 : n_keys;
@@ -185,7 +187,7 @@ struct Attention {
       clear(scores);
       multiply(mma, read_qk, queries, keys, scores);
       cp_async_wait<0>();
-      __syncthreads();  // values are there, and nobody reads these keys any more
+      __syncthreads();  // the values are there, and every warp has read these keys
       if (start + Keys < end)
         fetch<Keys>(k + (start + Keys) * stride_k, stride_k, n_keys - start - Keys, shared_k);
 
@@ -193,8 +195,9 @@ struct Attention {
       if (start + Keys > seen_by_all) {  // step 6
 #pragma unroll
         for (int i = 0; i < Rows; ++i) {
-          const int beside = get<0>(at_rows(i, 0)) + shift + 1;
-          const int seen = (causal && beside < n_keys ? beside : n_keys) - start;
+          // The number of keys that this query sees, if causal.
+          const int n_seen = get<0>(at_rows(i, 0)) + shift + 1;
+          const int seen = (causal && n_seen < n_keys ? n_seen : n_keys) - start;
 #pragma unroll
           for (int j = 0; j < size<1>(rows); ++j)
             if (get<1>(at_rows(i, j)) >= seen) rows(i, j) = -infinity;
@@ -207,7 +210,7 @@ struct Attention {
         float top = rows(i, 0);
 #pragma unroll
         for (int j = 1; j < size<1>(rows); ++j) top = fmaxf(top, rows(i, j));
-        top = fmaxf(m[i], over_row(top, true) * scale);
+        top = fmaxf(m[i], over_row(top, true) * scale_log2);
         // A row that has seen no key yet has no maximum to subtract.
         const float reference = top == -infinity ? 0.0f : top;
         factors[i] = power_of_2(m[i] - reference);
@@ -216,7 +219,7 @@ struct Attention {
         l[i] *= factors[i];
 #pragma unroll
         for (int j = 0; j < size<1>(rows); ++j) {
-          rows(i, j) = power_of_2(fmaf(rows(i, j), scale, -reference));
+          rows(i, j) = power_of_2(fmaf(rows(i, j), scale_log2, -reference));
           l[i] += rows(i, j);
         }
       }
@@ -233,7 +236,7 @@ struct Attention {
       for (int i = 0; i < size(scores); ++i) weights(i) = T(scores(i));
       multiply(mma, read_v, make_tensor(weights.data(), as_operand(weights.layout())), values, out);
       cp_async_wait<0>();
-      __syncthreads();  // the next keys are there, and nobody reads these values any more
+      __syncthreads();  // the next keys are there, and every warp has read these values
     }
 
     // A row that saw no key gives 0, and an lse of -inf.
@@ -246,7 +249,7 @@ struct Attention {
       const int row = get<0>(at_rows(i, 0));
       if (threadIdx.x % 4 == 0 && row < n_queries) lse[row] = m[i] + log2f(total);
     }
-    // By way of shared memory, so that a thread writes 16 bytes.
+    // o goes through shared memory, so that a thread writes 16 bytes at once.
     auto rounded = make_tensor<T>(out.layout());
 #pragma unroll
     for (int i = 0; i < size(out); ++i) rounded(i) = T(out(i));
@@ -276,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) attention_cute(
     long long n_heads, long long group, long long n_q, long long n_k, long long n_tiles,
     long long causal, float scale_log2) {
   const long long head = blockIdx.x / n_tiles;
-  // Where causal, those that see most come first: the last to end are then short.
+  // If causal, tiles that see the most keys start first, so the last blocks to finish are short.
   const long long tile = causal ? n_tiles - 1 - blockIdx.x % n_tiles : blockIdx.x % n_tiles;
   const long long b = head / n_heads, h = head % n_heads, first = tile * 32 * WARPS;
   Attention<TYPE, HEAD_DIM, WARPS>::run(

@@ -15,11 +15,11 @@ from tnp_lab.launch import Bound
 
 WMMA = "tnp_lab.gelu_linear.wmma:gelu_linear_wmma"
 ROWS, COLUMNS, WARPS = 128, 128, 8  # of a block
-PACK = 8  # numbers of 16 bytes, the least that the kernel copies
+PACK = 8  # 16-bit numbers in 16 bytes, the least that the kernel copies
 
 
 def as_read(x: torch.Tensor) -> torch.Tensor:
-    """Returns a matrix of whole packs in contiguous, aligned rows: x, or a copy padded with 0."""
+    """Returns x, or a zero-padded copy, in contiguous, aligned rows of a multiple of 8 numbers."""
     n_rows, width = x.shape
     if width % PACK == 0 and x.stride(1) == 1 and aligned((x,)):
         return x
@@ -46,7 +46,8 @@ def prepare(call: Call, config: object, inputs: tuple) -> Callable:
     def launch(inputs, scalars):
         x, weight, bias = inputs
         outputs, saved = empty(call.wanted, inputs)
-        (y,), z = outputs, saved[0] if saved else outputs[0]
+        (y,) = outputs
+        z = saved[0] if saved else y  # a pointer that the kernel does not use
         bound(*_operands(x, weight), bias.float().contiguous(), y, z)
         return outputs, saved
 

@@ -5,23 +5,23 @@
 // This is GELU's form with tanh (Hendrycks and Gimpel, arXiv 1606.08415), because
 // 1/2 (1 + tanh(u / 2)) = 1 / (1 + e^-u). Written so, a large negative z loses no digits.
 //
-// Step 1: a block computes ROWS x COLUMNS numbers of y. It walks along n_in in steps of DEPTH, and
-//         keeps that part of x and w in shared memory. All warps read it there: with tiles of 128,
-//         a number comes from memory once for 128 products.
+// Step 1: a block computes ROWS x COLUMNS numbers of y. It walks along n_in in steps of DEPTH and
+//         keeps one step's tiles of x and w in shared memory. All warps read them there: with tiles
+//         of 128, a number comes from memory once for 128 products.
 // Step 2: a warp keeps its part of z in registers, as fragments of 16 x 16 numbers. It loads 2
 //         fragments of x and 4 of w for 8 products. The rows of w are the columns of wT, so a
 //         fragment of wT is a tile of w read by columns, and nothing is transposed.
 // Step 3: the next tiles are copied while these are multiplied (cp.async, from 8.0 on; plain copies
-//         before). There are two stages, and one barrier a step: behind it the new tiles are there,
-//         and no warp reads the stage that is overwritten next.
+//         before). There are two stages and one barrier a step. After the barrier the new tiles are
+//         complete, and no warp still reads the stage that is overwritten next.
 // Step 4: rows in shared memory are 16 bytes longer than their numbers. Eight rows that a fragment
 //         reads at once would otherwise lie in the same banks, and be read one after another.
 // Step 5: bias and GELU are computed before z leaves the chip. wmma does not say which numbers of a
 //         fragment a lane holds. So fragments go through shared memory, where no warp needs the
 //         tiles of x and w any more. A lane then takes 8 neighbours of a row, and writes 16 bytes.
 //
-// Not done here: Hopper's wgmma reads its operands from shared memory and is about twice as fast.
-// Triton's kernel, tnp/ops/products/triton_product.py, has it.
+// Not done here: Hopper's wgmma, which reads operands from shared memory. Triton's kernel,
+// tnp/ops/products/triton_product.py, has it.
 //
 // TYPE (__half, __nv_bfloat16), ROWS, COLUMNS and WARPS come from the compiler's command line.
 
@@ -37,7 +37,7 @@ using namespace nvcuda;
 constexpr int SIDE = 16;  // of a fragment
 constexpr int DEPTH = 32;  // columns of x and w at a time
 constexpr int STAGES = 2;  // tiles of x and w in shared memory
-constexpr int PACK = 8;  // numbers of 16 bytes
+constexpr int PACK = 8;  // 16-bit numbers in 16 bytes
 
 // Copies DEPTH columns of `Rows` rows. Rows from n_there on, and columns from `width` on, become 0.
 template <int Rows, int Threads, typename T>
@@ -53,7 +53,8 @@ __device__ void copy_tile(T* to, const T* from, long long stride, long long n_th
   }
 }
 
-// Writes the numbers that lie before the row's end. Rows start at 16 bytes if packs fill them.
+// Writes 8 numbers to row[column ...], but none from `width` on. If width is a multiple of 8, every
+// row starts at a multiple of 16 bytes, and one 16-byte store is enough.
 template <typename T>
 __device__ void store(T* row, long long column, long long width, Pack<T, PACK> values) {
   if (width % PACK == 0) {
@@ -66,12 +67,13 @@ __device__ void store(T* row, long long column, long long width, Pack<T, PACK> v
 }
 
 __device__ float gelu(float z) {
-  const float exponent = -2.3022082f * z * (1.0f + 0.044715f * z * z);  // -u log2(e)
+  // -u log2(e); 2.3022082 = 2 sqrt(2 / pi) log2(e)
+  const float exponent = -2.3022082f * z * (1.0f + 0.044715f * z * z);
   return __fdividef(z, 1.0f + exp2f(exponent));
 }
 
-// Computes a block's tile of y. x, w and bias point to the tile's first row or column, y and z
-// to the first of all.
+// Computes one tile of y. x points to the tile's first row. w and bias point to the row and the
+// number for the tile's first column. y and z point to the first number of the whole results.
 template <typename T, int Rows, int Columns, int Warps>
 __device__ void gelu_tile(const T* x, const T* w, const float* bias, T* y, T* z,
                           long long stride_x, long long stride_w, long long first_row,
@@ -130,11 +132,12 @@ __device__ void gelu_tile(const T* x, const T* w, const float* bias, T* y, T* z,
 
   constexpr int Packs = Across * SIDE / PACK;  // of a row of the warp's part
   float* part = reinterpret_cast<float*>(stages[0]) + warp * SIDE * SumRow;
-  const int at = lane % Packs * PACK;  // this lane's columns, the same in all rows
-  const long long to = first_column + column + at;
+  const int lane_column = lane % Packs * PACK;  // the lane's first column in the warp's part
+  const long long y_column = first_column + column + lane_column;
   float biases[PACK];
 #pragma unroll
-  for (int j = 0; j < PACK; ++j) biases[j] = to + j < n_out ? bias[column + at + j] : 0.0f;
+  for (int j = 0; j < PACK; ++j)
+    biases[j] = y_column + j < n_out ? bias[column + lane_column + j] : 0.0f;
 #pragma unroll
   for (int r = 0; r < Down; ++r) {
 #pragma unroll
@@ -142,25 +145,25 @@ __device__ void gelu_tile(const T* x, const T* w, const float* bias, T* y, T* z,
       wmma::store_matrix_sync(part + c * SIDE, sums[r][c], SumRow, wmma::mem_row_major);
     __syncwarp();
     for (int i = lane / Packs; i < SIDE; i += 32 / Packs) {
-      const long long to_row = first_row + row + r * SIDE + i;
-      if (to_row >= n_rows || to >= n_out) continue;
+      const long long y_row = first_row + row + r * SIDE + i;
+      if (y_row >= n_rows || y_column >= n_out) continue;
       Pack<T, PACK> linear, activated;
 #pragma unroll
       for (int j = 0; j < PACK; ++j) {
-        const float sum = part[i * SumRow + at + j] + biases[j];
+        const float sum = part[i * SumRow + lane_column + j] + biases[j];
         linear.at[j] = T(sum);
         activated.at[j] = T(gelu(sum));
       }
-      store(y + to_row * n_out, to, n_out, activated);
-      if (save_z) store(z + to_row * n_out, to, n_out, linear);
+      store(y + y_row * n_out, y_column, n_out, activated);
+      if (save_z) store(z + y_row * n_out, y_column, n_out, linear);
     }
-    __syncwarp();  // all have read what the next fragments overwrite
+    __syncwarp();  // all lanes have read what the next fragments overwrite
   }
 }
 
-// x: [n_rows, n_in], w: [n_out, n_in]: contiguous rows with these strides, multiples of 8, as n_in.
-// y and z: [n_rows, n_out], contiguous. z is written if save_z. Blocks that follow one another read
-// the same rows of x. All blocks read w, which stays in L2.
+// x: [n_rows, n_in], w: [n_out, n_in], bias: [n_out]. n_in and both strides are multiples of 8.
+// y and z: [n_rows, n_out], contiguous. z is written only if save_z is not 0. Consecutive blocks
+// share the same rows of x, so that those rows are likely to be in L2.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) gelu_linear_wmma(
     const TYPE* x, const TYPE* w, const float* bias, TYPE* y, TYPE* z, long long stride_x,
     long long stride_w, long long n_rows, long long n_in, long long n_out, long long save_z) {
