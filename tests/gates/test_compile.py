@@ -140,7 +140,7 @@ def test_every_kernel_compiles_for_every_target_as_it_should():
     }
     refused = {user for user, kernel in IN_CUDA.items() if kernel not in in_cuda}
     assert declared - users == refused
-    assert users < declared
+    assert users <= declared
     newest = {tuple(user) for row in rows if row["target"] == "sm_100a" for user in row["users"]}
     assert {op for op, _ in newest} == {op for op, _ in users}
     hopper = {(row["target"], row["dtype"]) for row in rows if "hopper" in row["kernel"]}
