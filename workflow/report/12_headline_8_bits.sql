@@ -1,7 +1,7 @@
 -- # The training step in 8 bits
 -- Variant `fp8` multiplies in e4m3, which is less accurate. Column "products in" says whether
--- training on this GPU was equal to training in 16 bits. PyTorch's best is in 16 bits or, if that is
--- faster, in 8 bits by package torchao.
+-- training on this GPU was equal to training in 16 bits. PyTorch's best is in 16 bits or, if that
+-- is faster, in 8 bits by package torchao.
 select
     device,
     shape,
