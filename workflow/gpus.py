@@ -4,13 +4,17 @@ Ratios of steps come from runs on one GPU without a long gap (view `sessions`), 
 shape run on one GPU. Any other job is compared with nothing outside itself.
 """
 
+from __future__ import annotations
+
 import os
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import pynvml
 
 from tnp.dispatch import devices
-from workflow.plan import Plan
+
+if TYPE_CHECKING:
+    from workflow.plan import Plan
 
 
 class Part(NamedTuple):

@@ -10,7 +10,7 @@ import pytest
 from workflow import gpus
 from workflow.gpus import Part
 
-# What is appended to these files makes a host of two GPUs, whose jobs write down what they see.
+# Appended to these files, the text makes a host of two GPUs, whose jobs write down what they see.
 ON_A_HOST = {
     "workflow/gpus.py": """
 def _models():

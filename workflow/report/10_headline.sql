@@ -24,7 +24,7 @@ select
     device,
     format('{}: {} × ({:,}, {:,})', shape, batch, n_context, n_target) as shape,
     plain_step_ms as "plain_PyTorch,_ms",
-    case when best_pytorch_role = 'peer' then best_pytorch_step_ms end as "PyTorch's_best,_ms",
+    of_peer(best_pytorch_role, best_pytorch_step_ms) as "PyTorch's_best,_ms",
     step_ms as "ours,_ms",
     tokens_per_s / 1e3 as "ours,_thousand_tokens/s",
     variant,
@@ -34,11 +34,9 @@ select
             when plain_step_ms is not null then format('not compared ({})', why_no_speedup)
         end
     ) as against_plain,
-    case
-        when best_pytorch_role = 'peer'
-            then ratio_cell(speedup_best, speedup_best_low, speedup_best_high)
-    end as against_best,
-    case when best_pytorch_role = 'peer' then verdict_best end as verdict
+    of_peer(best_pytorch_role, ratio_cell(speedup_best, speedup_best_low, speedup_best_high))
+        as against_best,
+    of_peer(best_pytorch_role, verdict_best) as verdict
 from speedup
 left join gpus using (device)
 -- Steps whose sizes vary have a table of their own. The largest GPU comes first, as in figures.

@@ -5,17 +5,15 @@
 select
     device,
     shape,
-    case when best_pytorch_role = 'peer' then best_pytorch_step_ms end as "PyTorch's_best,_ms",
+    of_peer(best_pytorch_role, best_pytorch_step_ms) as "PyTorch's_best,_ms",
     step_ms as "ours,_ms",
     tokens_per_s / 1e3 as "ours,_thousand_tokens/s",
     variant,
     products_in,
     ratio_cell(speedup, speedup_low, speedup_high) as against_plain,
-    case
-        when best_pytorch_role = 'peer'
-            then ratio_cell(speedup_best, speedup_best_low, speedup_best_high)
-    end as against_best,
-    case when best_pytorch_role = 'peer' then verdict_best end as verdict
+    of_peer(best_pytorch_role, ratio_cell(speedup_best, speedup_best_low, speedup_best_high))
+        as against_best,
+    of_peer(best_pytorch_role, verdict_best) as verdict
 from speedup
 where leads and valid and not varies and precision != ''
-order by device desc, n_context asc, n_target asc, batch desc;
+order by device asc, n_context asc, n_target asc, batch desc;

@@ -77,8 +77,9 @@ GATES_AT_ONCE = gates_at_once(free_gb() if DEVICE == "cuda" else None, GPU_LIMIT
 
 # With several GPUs, each is a resource of Snakemake with GATES_AT_ONCE shares. A gate takes one for
 # each of its processes. Any other job takes all of its GPU.
-N_GPUS = CONFIG.gpus if DEVICE == "cuda" else 1
-for number in range(N_GPUS if N_GPUS > 1 else 0):
+SEVERAL = range(CONFIG.gpus if DEVICE == "cuda" and CONFIG.gpus > 1 else 0)
+N_GPUS = len(SEVERAL) or 1
+for number in SEVERAL:
     workflow.register_resource(f"gpu{number}", GATES_AT_ONCE)
 
 
@@ -90,12 +91,12 @@ def gate_shares(wildcards):
 # The jobs of one GPU share its cores, and a timing takes all, so that nothing runs beside it there.
 # A cluster reserves GPUS_A_JOB for each job.
 CORES_A_GPU = max(1, workflow.cores // N_GPUS)
-GPUS_A_JOB = 1 if DEVICE == "cuda" and N_GPUS == 1 else 0
+GPUS_A_JOB = 1 if DEVICE == "cuda" and not SEVERAL else 0
 
 
 def part(wildcards):
     """Returns what a job has of the host's GPUs and cores, or None for all."""
-    if N_GPUS > 1:
+    if SEVERAL:
         return gpus.part_of(wildcards.get("gate") or wildcards.config_id, PLAN, N_GPUS)
 
 
@@ -105,7 +106,7 @@ def gpu_shares(share):
     def of(number):
         return lambda wildcards: share(wildcards) * (part(wildcards).number == number)
 
-    return {f"gpu{number}": of(number) for number in range(N_GPUS if N_GPUS > 1 else 0)}
+    return {f"gpu{number}": of(number) for number in SEVERAL}
 
 
 WHOLE_GPU = gpu_shares(lambda wildcards: GATES_AT_ONCE)

@@ -17,6 +17,10 @@ create or replace macro in_words(problem) as array_to_string(
 create or replace macro ratio_cell(ratio, low, high) as
 format('{:.2f}', ratio) || coalesce(format(' ({:.2f}–{:.2f})', low, high), '');
 
+-- Macro: a value about PyTorch's best step, or null where its `role` says that only the plain step
+-- was timed.
+create or replace macro of_peer(role, x) as case when role = 'peer' then x end;
+
 -- Macro: the evidence behind a timed row, for a table of text.
 create or replace macro evidence_cell(valid, why_not) as case
     when valid then 'complete'
