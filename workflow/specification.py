@@ -9,13 +9,14 @@ recorded rows: a red gate, a missing row or a number that misses its goal is lac
 import tempfile
 import tomllib
 from argparse import ArgumentParser
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import filter as filter_names
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import duckdb
+import pyarrow as pa
 
 from tnp.figures import report
 from tnp.figures.report import Table
@@ -28,8 +29,9 @@ from workflow.validation import validate
 
 PAGE = Path("SPECIFICATION.md")
 ASKED = Path("workflow/asked")
-DEVICE = "nvidia-h200"
-# Numbers read rows of DEVICE alone in these.
+# GPUs by preference, each with what its rows begin with in *shown by*.
+DEVICES = {"nvidia-h200": "", "nvidia-h100-80gb-hbm3": "H100: "}
+# Numbers read rows of one device alone in these.
 OF_DEVICE = (
     "memory",
     "own_operators",
@@ -107,46 +109,56 @@ def studies() -> dict[str, list[set[str]]]:
 
 
 class Rows:
-    """Holds what the recorded rows say about gates and jobs.
+    """Holds what the recorded rows of one device say about jobs, and those of all about gates.
 
-    A number's query reads the views of the store. The views in OF_DEVICE have rows of DEVICE alone.
+    A number's query reads the views of the store. The views in OF_DEVICE have rows of the device
+    alone, and variable `device` names it.
     `speedup_of_every_gpu` is view `speedup` with all its rows. `gates_of_phases` has a `gate` that
     a phase asks for in each row, also where the gate has not run.
 
     Args:
         connection: an open store.
         jobs: what `studies` returns.
+        device: one of DEVICES.
+        gate_status: the rows of this view. They are the same for every device, and take ten
+            seconds.
     """
 
     def __init__(
-        self, connection: duckdb.DuckDBPyConnection, jobs: Mapping[str, list[set[str]]]
+        self,
+        connection: duckdb.DuckDBPyConnection,
+        jobs: Mapping[str, list[set[str]]],
+        device: str,
+        gate_status: pa.Table,
     ) -> None:
-        self.connection, self.jobs = connection.cursor(), jobs
+        # Temporary tables and variables belong to the cursor.
+        self.connection, self.jobs, self.device = connection.cursor(), jobs, device
+        self.connection.execute(f"set variable device = '{device}'")
         self.connection.execute("create temp table speedup_of_every_gpu as from speedup")
         for view in OF_DEVICE:
             self.connection.execute(
-                f"create temp table {view} as from {view} where device = '{DEVICE}'"
+                f"create temp table {view} as from {view} where device = '{device}'"
             )
         self.connection.execute(
             "create temp table gates_of_phases as select unnest($gates) as gate",
             {"gates": [name for name in plan().gates if gate(name).phase is not None]},
         )
-        # Several numbers read it, and it takes ten seconds.
-        self.connection.execute("create temp table gate_status as from gate_status")
+        self.connection.register("gate_status", gate_status)
         query = "select gate, sum(n_checks)::int, sum(n_failed)::int from gate_status group by gate"
         self.gates = {name: counts for name, *counts in self.connection.execute(query).fetchall()}
         # A step that does not fit the memory has no valid row: `oom` is its answer.
         query = f"""
-            select config_id from training where device = '{DEVICE}'
+            select config_id from training where device = '{device}'
             union
             select config_id from measurements
-            where device = '{DEVICE}' and (valid or (kind = 'step' and status = 'oom'))
+            where device = '{device}' and (valid or (kind = 'step' and status = 'oom'))
         """
         self.measured = {config_id for (config_id,) in self.connection.execute(query).fetchall()}
 
     def standing(self, thing: Thing) -> Standing:
         """Returns how a thing stands."""
-        shown, whole = [], [not thing.lacks]
+        parts: list[tuple[str, bool]] = []  # of *shown by*, and whether nothing is lacking
+        start = DEVICES[self.device]
         if thing.gates:
             counts = [self.gates[name] for name in thing.gates if name in self.gates]
             n_checks, n_failed = (sum(one[i] for one in counts) for i in (0, 1))
@@ -154,19 +166,30 @@ class Rows:
             n_missing = len(thing.gates) - len(counts)
             if n_missing:
                 said = f"{said}, {n_missing} not run" if counts else "not run"
-            shown.append(f"{report.code(thing.gates)}: {said}")
-            whole.append(n_failed == 0 and n_missing == 0)
+            parts.append((f"{report.code(thing.gates)}: {said}", n_failed == 0 == n_missing))
         if thing.studies:
-            jobs = [ids for study in thing.studies for ids in self._jobs_of(study)]
-            n_measured = sum(bool(ids & self.measured) for ids in jobs)
-            shown.append(f"{report.code(thing.studies)}: {n_measured} of {len(jobs)}")
-            whole.append(n_measured == len(jobs))
+            n_measured, n_jobs = self.n_measured(thing), len(self._jobs(thing))
+            said = f"{start}{report.code(thing.studies)}: {n_measured} of {n_jobs}"
+            parts.append((said, n_measured == n_jobs))
         if thing.number:
-            text, reached = self.connection.execute(thing.number).fetchone()
-            shown.append(text or "no row")
-            whole.append(bool(text) and reached)
-        state = MISSING if not thing.where else WORKS if all(whole) else PARTLY
-        return Standing("; ".join(shown), state, f"{thing.lacks} {thing.note}".strip())
+            text, reached = self.number(thing)
+            said = text or "no row"
+            parts.append((said if thing.studies else start + said, bool(text) and bool(reached)))
+        whole = not thing.lacks and all(holds for _, holds in parts)
+        state = MISSING if not thing.where else WORKS if whole else PARTLY
+        shown = "; ".join(said if holds else f"**{said}**" for said, holds in parts)
+        return Standing(shown, state, f"{thing.lacks} {thing.note}".strip())
+
+    def number(self, thing: Thing) -> tuple[str | None, bool | None]:
+        """Returns the text of a thing's number, and whether it reaches what was asked."""
+        return self.connection.execute(thing.number).fetchone()
+
+    def n_measured(self, thing: Thing) -> int:
+        """Returns how many jobs of a thing's studies are measured."""
+        return sum(bool(ids & self.measured) for ids in self._jobs(thing))
+
+    def _jobs(self, thing: Thing) -> list[set[str]]:
+        return [ids for study in thing.studies for ids in self._jobs_of(study)]
 
     def _jobs_of(self, study: str) -> list[set[str]]:
         """Returns the ids of each job of a study, or of all whose names match a pattern."""
@@ -178,17 +201,31 @@ class Rows:
         return [ids for name in names for ids in self.jobs[name]]
 
 
-def tables(rows: Rows) -> dict[str, Table]:
+def standing(thing: Thing, devices: Sequence[Rows]) -> Standing:
+    """Returns how a thing stands on the device where most of its jobs are measured.
+
+    The first device stands at a tie. A thing without studies stands on the first device whose
+    number is not null.
+    """
+    kept = devices[0]
+    if thing.studies:
+        kept = max(devices, key=lambda rows: rows.n_measured(thing))
+    elif thing.number:
+        kept = next((rows for rows in devices if rows.number(thing)[0]), kept)
+    return kept.standing(thing)
+
+
+def tables(devices: Sequence[Rows]) -> dict[str, Table]:
     """Returns a table for each document, by the name of its file, and "asked", which counts."""
     found, counts = {}, []
     for name, things in documents().items():
         lines, states, before = [], [], ""
         for part, thing in things:
-            standing = rows.standing(thing)
+            stands = standing(thing, devices)
             where = report.code(thing.where)
             first = part if part != before else ""
-            lines.append((first, thing.asked, where, *standing))
-            states.append(standing.state)
+            lines.append((first, thing.asked, where, *stands))
+            states.append(stands.state)
             before = part
         columns = ["part", "asked", "where", "shown by", "state", "lacking, or different"]
         found[name] = columns, lines
@@ -198,7 +235,9 @@ def tables(rows: Rows) -> dict[str, Table]:
 
 def page(connection: duckdb.DuckDBPyConnection) -> str:
     """Returns the text of SPECIFICATION.md with its tables filled from an open store."""
-    return report.filled(PAGE, tables(Rows(connection, studies())))
+    jobs, gate_status = studies(), connection.sql("from gate_status").to_arrow_table()
+    devices = [Rows(connection, jobs, device, gate_status) for device in DEVICES]
+    return report.filled(PAGE, tables(devices))
 
 
 def main() -> None:

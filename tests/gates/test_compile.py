@@ -409,6 +409,32 @@ def test_a_configuration_that_does_not_compile_is_named(monkeypatch):
         list(compilation.compile_all())
 
 
+def test_one_target_alone_is_compiled(monkeypatch, capsys):
+    jobs = [FakeJob("a"), FakeJob("b")]
+    other = jobs[1].known() | {"target": "sm_89"}
+    monkeypatch.setattr(jobs[1], "known", lambda: other)
+    monkeypatch.setattr(compilation, "collect", lambda launches: jobs)
+    monkeypatch.setattr(compilation, "rows_of", lambda jobs: (job.known() for job in jobs))
+    monkeypatch.setattr(sys, "argv", ["compile", "--rows", "--target", "sm_89"])
+    compilation._main()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["target"] == "sm_89"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--target", "sm_70"], "invalid choice: 'sm_70' (choose from"),
+        (["--keep", "--target", "sm_89"], "--keep writes the results of all targets"),
+    ],
+)
+def test_a_target_that_cannot_be_is_refused(arguments, sentence, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["compile", *arguments])
+    with pytest.raises(SystemExit):
+        compilation._main()
+    assert sentence in capsys.readouterr().err
+
+
 def test_every_operation_that_a_table_names_is_compiled_as_it_says():
     """This includes configurations that are no candidates with lengths of samples."""
     own = {operation.name for operation in (SEPARATE, FUSED)}

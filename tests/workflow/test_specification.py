@@ -65,26 +65,37 @@ def test_an_entry_names_what_exists(thing):
 
 
 @pytest.fixture
-def rows() -> Rows:
-    """Returns rows of a green and a red gate, and of one job of two."""
+def devices() -> list[Rows]:
+    """Returns the rows of each device: a green and a red gate, and one job of two."""
     connection = duckdb.connect()
     connection.execute("""
         create table gate_status as from (values ('green', 5, 0), ('green', 7, 0), ('red', 4, 1))
         as gates (gate, n_checks, n_failed);
         create table measurements as from (values
             ('a--own', true, 'op', 'ok', 'nvidia-h200'), ('b', false, 'op', 'oom', 'nvidia-h200'),
-            ('b', true, 'op', 'ok', 'nvidia-h100'), ('large', false, 'step', 'oom', 'nvidia-h200'),
+            ('b', true, 'op', 'ok', 'nvidia-h100-80gb-hbm3'),
+            ('hot', true, 'step', 'ok', 'nvidia-h100-80gb-hbm3'),
+            ('large', true, 'step', 'ok', 'nvidia-h100-80gb-hbm3'),
+            ('large', false, 'step', 'oom', 'nvidia-h200'),
             ('hot', false, 'step', 'ok', 'nvidia-h200')
         ) as jobs (config_id, valid, kind, status, device);
         create table training as select 'run' as config_id, 'nvidia-h200' as device;
     """)
     for view in specification.OF_DEVICE:
         connection.execute(
-            f"create view {view} as from (values ('nvidia-h100'), ('nvidia-h200')) as t (device)"
+            f"create view {view} as "
+            "from (values ('nvidia-h100-80gb-hbm3'), ('nvidia-h200')) as t (device)"
         )
     jobs = {"study": [{"a", "a--own", "a--torch"}, {"b"}], "run": [{"run"}]}
     jobs |= {"steps": [{"large"}, {"hot"}]}
-    return Rows(connection, jobs)
+    gate_status = connection.sql("from gate_status").to_arrow_table()
+    return [Rows(connection, jobs, device, gate_status) for device in specification.DEVICES]
+
+
+@pytest.fixture
+def rows(devices) -> Rows:
+    """Returns the rows of the first device."""
+    return devices[0]
 
 
 @pytest.mark.parametrize(
@@ -97,36 +108,60 @@ def rows() -> Rows:
         ({"where": ["here"], "gates": ["green"]}, ("`green`: 12 checks, 0 red", "works", "")),
         (
             {"where": ["here"], "gates": ["green", "red"]},
-            ("`green`, `red`: 16 checks, 1 red", "partly", ""),
+            ("**`green`, `red`: 16 checks, 1 red**", "partly", ""),
         ),
         (
             {"where": ["here"], "gates": ["green", "new"]},
-            ("`green`, `new`: 12 checks, 0 red, 1 not run", "partly", ""),
+            ("**`green`, `new`: 12 checks, 0 red, 1 not run**", "partly", ""),
         ),
         (
             {"where": ["here"], "gates": ["new"], "note": "Otherwise."},
-            ("`new`: not run", "partly", "Otherwise."),
+            ("**`new`: not run**", "partly", "Otherwise."),
         ),
         ({"where": ["here"], "studies": ["run"]}, ("`run`: 1 of 1", "works", "")),
         (
             {"where": ["here"], "studies": ["run", "study"]},
-            ("`run`, `study`: 2 of 3", "partly", ""),
+            ("**`run`, `study`: 2 of 3**", "partly", ""),
         ),
         (
             {"where": ["here"], "studies": ["stu*"]},
-            ("`stu*`: 1 of 2", "partly", ""),
+            ("**`stu*`: 1 of 2**", "partly", ""),
         ),
-        ({"where": ["here"], "studies": ["steps"]}, ("`steps`: 1 of 2", "partly", "")),
+        ({"where": ["here"], "studies": ["steps"]}, ("**`steps`: 1 of 2**", "partly", "")),
         ({"where": ["here"], "number": "select '2 ×', true"}, ("2 ×", "works", "")),
-        ({"where": ["here"], "number": "select '1 ×', false"}, ("1 ×", "partly", "")),
+        ({"where": ["here"], "number": "select '1 ×', false"}, ("**1 ×**", "partly", "")),
         (
             {"where": ["here"], "number": "select null, null"},
-            ("no row", "partly", ""),
+            ("**no row**", "partly", ""),
         ),
     ],
 )
 def test_the_state_follows_from_the_rows(rows, entry, standing):
     assert rows.standing(Thing("it", **entry)) == standing
+
+
+def test_only_the_part_that_falls_short_is_bold(rows):
+    thing = Thing(
+        "it", where=["here"], gates=["green"], studies=["stu*"], number="select '2', true"
+    )
+    assert rows.standing(thing).shown == "`green`: 12 checks, 0 red; **`stu*`: 1 of 2**; 2"
+
+
+@pytest.mark.parametrize(
+    ("entry", "shown"),
+    [
+        ({"studies": ["study"]}, "**`study`: 1 of 2**"),  # a tie
+        ({"studies": ["run"]}, "`run`: 1 of 1"),
+        ({"studies": ["steps"], "number": "select getvariable('device'), true"},
+         "H100: `steps`: 2 of 2; nvidia-h100-80gb-hbm3"),
+        ({"number": "select getvariable('device'), true"}, "nvidia-h200"),
+        ({"number": "select if(getvariable('device') = 'nvidia-h200', null, '2 ×'), true"},
+         "H100: 2 ×"),
+        ({"number": "select null, null"}, "**no row**"),
+    ],
+)  # fmt: skip
+def test_a_thing_stands_on_the_device_with_more_of_its_jobs(devices, entry, shown):
+    assert specification.standing(Thing("it", where=["here"], **entry), devices).shown == shown
 
 
 def test_a_study_that_does_not_exist_is_refused(rows):

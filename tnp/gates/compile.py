@@ -24,12 +24,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from tnp.gates import kept
-from tnp.gates.compile_job import Job
+from tnp.gates.compile_job import TARGETS, Job
 from tnp.gates.launches import Launch, committed_launches
 
 
-def compile_all() -> Iterator[dict]:
+def compile_all(target: str | None = None) -> Iterator[dict]:
     """Yields rows of table `kernels` without provenance: one a kernel, its constants and a target.
+
+    `target` is the only one to compile for; None stands for all.
 
     A row also has `users`, the implementations that launch the kernel, as [operator, name], and
     `package` and `code`, which identify a kept result. `compile_s` is None for a kept result. Rows
@@ -44,6 +46,7 @@ def compile_all() -> Iterator[dict]:
     environment["TRITON_ALWAYS_COMPILE"] = "1"  # a cached kernel has no log, and no `compile_s`
     environment["TRITON_DUMP_PTXAS_LOG"] = "1"
     command = [sys.executable, "-m", "tnp.gates.compile", "--rows"]
+    command += ["--target", target] if target else []
     # A file takes its errors, since a full pipe would stop the child.
     with (
         tempfile.TemporaryFile("w+") as errors,
@@ -176,14 +179,21 @@ def _main() -> None:
     what.add_argument(
         "--rows", action="store_true", help="print the rows of table `kernels` as JSON, one a line"
     )
+    parser.add_argument(
+        "--target", choices=[*TARGETS.values()], help="compile for this target alone"
+    )
     given = parser.parse_args()
+    if given.keep and given.target:
+        parser.error("--keep writes the results of all targets: leave out --target")
     if given.rows:
-        for row in rows_of(collect(committed_launches())):
+        jobs = collect(committed_launches())
+        wanted = [job for job in jobs if given.target in (None, job.known()["target"])]
+        for row in rows_of(wanted):
             print(json.dumps(row), flush=True)
         return
     rows, n_red = [], 0
     try:
-        for row in compile_all():
+        for row in compile_all(given.target):
             rows.append(row)
             if row["compile_s"] is not None:
                 print(f"{described(row)}: {row['registers']} registers, {row['compile_s']:.1f} s")
