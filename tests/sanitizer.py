@@ -1,5 +1,5 @@
-"""`python -m tests.sanitizer`: small problems of attention, decoding and a draw through a buffer
-under compute-sanitizer's memcheck and synccheck, and racecheck where asked, on a GPU; red where one
+"""`python -m tests.sanitizer`: small problems of attention, decoding, a draw through a buffer and
+CUDA C++ under compute-sanitizer's memcheck and synccheck, and racecheck where asked, on a GPU; red where one
 found anything.
 
 Each problem is a child of its own, with a time limit. The first of its tools compiles its kernels,
@@ -39,6 +39,9 @@ PROBLEMS = [
     *map("/".join, product(("decode",), ("64", "128"), ("contiguous", "pages"))),
     *map("/".join, product(("buffered",), ("32", "64"), ("whole", "n_keys"))),
     *map("/".join, product(("draw",), ("64",), ("one", "four"))),
+    # CUDA C++ needs package ./lab[cute].
+    *map("/".join, product(("wmma", "cute"), ("64", "128"), ("full", "causal", "grouped"))),
+    *map("/".join, product(("gelu_linear",), ("64",), ("full", "ragged"))),
 ]
 
 
@@ -105,10 +108,21 @@ def draw(head_dim: int, kind: str) -> None:
     linear(rows, torch.randn(500, 3 * width, **like), implementation="fused")
 
 
+def project(head_dim: int, kind: str) -> None:
+    """GELU and linear in CUDA C++, forward and backward, and without a gradient."""
+    from tnp.ops.products import gelu_linear
+
+    like = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+    rows, n_in, n_out = (256, 8 * head_dim, 256) if kind == "full" else (N, head_dim + 6, 516)
+    x, weight, bias = (torch.randn(*n, **like) for n in ((rows, n_in), (n_out, n_in), (n_out,)))
+    gelu_linear(x, weight, bias, implementation="wmma").sum().backward()
+    gelu_linear(x.detach(), weight.detach(), bias.detach(), implementation="wmma")
+
+
 def run(problem: str) -> None:
     """Runs a child's problem."""
     implementation, head_dim, kind = problem.split("/")
-    others = {"decode": decode, "buffered": buffered, "draw": draw}
+    others = {"decode": decode, "buffered": buffered, "draw": draw, "gelu_linear": project}
     if implementation in others:
         others[implementation](int(head_dim), kind)
     else:
