@@ -1,6 +1,6 @@
 """`python -m tests.sanitizer`: small problems of attention, decoding, a draw through a buffer and
-CUDA C++ under compute-sanitizer's memcheck and synccheck, and racecheck where asked, on a GPU; red where one
-found anything.
+CUDA C++ under compute-sanitizer's memcheck and synccheck, and racecheck where asked, on a GPU; red
+where one found anything.
 
 Each problem is a child of its own, with a time limit. The first of its tools compiles its kernels,
 and every tensor is an allocation of its own: beyond its end memcheck then sees nobody's memory.
