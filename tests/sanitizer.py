@@ -41,6 +41,7 @@ PROBLEMS = [
     *map("/".join, product(("draw",), ("64",), ("one", "four"))),
     # CUDA C++ needs package ./lab[cute].
     *map("/".join, product(("wmma", "cute"), ("64", "128"), ("full", "causal", "grouped"))),
+    *map("/".join, product(("cute",), ("32",), ("full", "causal", "grouped"))),
     *map("/".join, product(("gelu_linear",), ("64",), ("full", "ragged"))),
 ]
 
@@ -108,8 +109,8 @@ def draw(head_dim: int, kind: str) -> None:
     linear(rows, torch.randn(500, 3 * width, **like), implementation="fused")
 
 
-def project(head_dim: int, kind: str) -> None:
-    """GELU and linear in CUDA C++, forward and backward, and without a gradient."""
+def gelu_and_linear(head_dim: int, kind: str) -> None:
+    """Runs GELU and linear in CUDA C++, with gradients and without."""
     from tnp.ops.products import gelu_linear
 
     like = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
@@ -122,7 +123,7 @@ def project(head_dim: int, kind: str) -> None:
 def run(problem: str) -> None:
     """Runs a child's problem."""
     implementation, head_dim, kind = problem.split("/")
-    others = {"decode": decode, "buffered": buffered, "draw": draw, "gelu_linear": project}
+    others = {"decode": decode, "buffered": buffered, "draw": draw, "gelu_linear": gelu_and_linear}
     if implementation in others:
         others[implementation](int(head_dim), kind)
     else:

@@ -421,6 +421,19 @@ def test_one_target_alone_is_compiled(monkeypatch, capsys):
     assert json.loads(line)["target"] == "sm_89"
 
 
+def test_the_child_that_compiles_is_told_the_target(monkeypatch):
+    started = []
+    popen = compilation.subprocess.Popen
+
+    def child(command, **options):
+        started.extend(command)
+        return popen(["true"], **options)
+
+    monkeypatch.setattr(compilation.subprocess, "Popen", child)
+    assert list(compilation.compile_all("sm_89")) == []
+    assert started[-2:] == ["--target", "sm_89"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
