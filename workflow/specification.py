@@ -134,10 +134,11 @@ class Rows:
         # Temporary tables and variables belong to the cursor.
         self.connection, self.jobs, self.device = connection.cursor(), jobs, device
         self.connection.execute(f"set variable device = '{device}'")
+        self.number = cache(self._number)
         self.connection.execute("create temp table speedup_of_every_gpu as from speedup")
         for view in OF_DEVICE:
             self.connection.execute(
-                f"create temp table {view} as from {view} where device = '{device}'"
+                f"create temp table {view} as from {view} where device = getvariable('device')"
             )
         self.connection.execute(
             "create temp table gates_of_phases as select unnest($gates) as gate",
@@ -147,18 +148,17 @@ class Rows:
         query = "select gate, sum(n_checks)::int, sum(n_failed)::int from gate_status group by gate"
         self.gates = {name: counts for name, *counts in self.connection.execute(query).fetchall()}
         # A step that does not fit the memory has no valid row: `oom` is its answer.
-        query = f"""
-            select config_id from training where device = '{device}'
+        query = """
+            select config_id from training where device = getvariable('device')
             union
             select config_id from measurements
-            where device = '{device}' and (valid or (kind = 'step' and status = 'oom'))
+            where device = getvariable('device') and (valid or (kind = 'step' and status = 'oom'))
         """
         self.measured = {config_id for (config_id,) in self.connection.execute(query).fetchall()}
 
     def standing(self, thing: Thing) -> Standing:
         """Returns how a thing stands."""
         parts: list[tuple[str, bool]] = []  # of *shown by*, and whether nothing is lacking
-        start = DEVICES[self.device]
         if thing.gates:
             counts = [self.gates[name] for name in thing.gates if name in self.gates]
             n_checks, n_failed = (sum(one[i] for one in counts) for i in (0, 1))
@@ -167,26 +167,31 @@ class Rows:
             if n_missing:
                 said = f"{said}, {n_missing} not run" if counts else "not run"
             parts.append((f"{report.code(thing.gates)}: {said}", n_failed == 0 == n_missing))
+        start = DEVICES[self.device]  # of the first part that is this device's
         if thing.studies:
             n_measured, n_jobs = self.n_measured(thing), len(self._jobs(thing))
             said = f"{start}{report.code(thing.studies)}: {n_measured} of {n_jobs}"
             parts.append((said, n_measured == n_jobs))
+            start = ""
         if thing.number:
-            text, reached = self.number(thing)
-            said = text or "no row"
-            parts.append((said if thing.studies else start + said, bool(text) and bool(reached)))
+            text, reached = self.number(thing.number)
+            parts.append((start + (text or "no row"), bool(text) and bool(reached)))
         whole = not thing.lacks and all(holds for _, holds in parts)
         state = MISSING if not thing.where else WORKS if whole else PARTLY
         shown = "; ".join(said if holds else f"**{said}**" for said, holds in parts)
         return Standing(shown, state, f"{thing.lacks} {thing.note}".strip())
 
-    def number(self, thing: Thing) -> tuple[str | None, bool | None]:
-        """Returns the text of a thing's number, and whether it reaches what was asked."""
-        return self.connection.execute(thing.number).fetchone()
+    def has_number(self, thing: Thing) -> bool:
+        """Returns whether a row is recorded that a thing's number reads."""
+        return bool(thing.number and self.number(thing.number)[0])
 
     def n_measured(self, thing: Thing) -> int:
         """Returns how many jobs of a thing's studies are measured."""
         return sum(bool(ids & self.measured) for ids in self._jobs(thing))
+
+    def _number(self, query: str) -> tuple[str | None, bool | None]:
+        """Returns the text of a number, and whether it reaches what was asked."""
+        return self.connection.execute(query).fetchone() or (None, None)
 
     def _jobs(self, thing: Thing) -> list[set[str]]:
         return [ids for study in thing.studies for ids in self._jobs_of(study)]
@@ -201,18 +206,12 @@ class Rows:
         return [ids for name in names for ids in self.jobs[name]]
 
 
-def standing(thing: Thing, devices: Sequence[Rows]) -> Standing:
-    """Returns how a thing stands on the device where most of its jobs are measured.
+def shown_device(thing: Thing, devices: Sequence[Rows]) -> Rows:
+    """Returns the device where most of a thing's jobs are measured.
 
-    The first device stands at a tie. A thing without studies stands on the first device whose
-    number is not null.
+    At a tie it is the first that has a number, or else the first.
     """
-    kept = devices[0]
-    if thing.studies:
-        kept = max(devices, key=lambda rows: rows.n_measured(thing))
-    elif thing.number:
-        kept = next((rows for rows in devices if rows.number(thing)[0]), kept)
-    return kept.standing(thing)
+    return max(devices, key=lambda rows: (rows.n_measured(thing), rows.has_number(thing)))
 
 
 def tables(devices: Sequence[Rows]) -> dict[str, Table]:
@@ -221,11 +220,11 @@ def tables(devices: Sequence[Rows]) -> dict[str, Table]:
     for name, things in documents().items():
         lines, states, before = [], [], ""
         for part, thing in things:
-            stands = standing(thing, devices)
+            standing = shown_device(thing, devices).standing(thing)
             where = report.code(thing.where)
             first = part if part != before else ""
-            lines.append((first, thing.asked, where, *stands))
-            states.append(stands.state)
+            lines.append((first, thing.asked, where, *standing))
+            states.append(standing.state)
             before = part
         columns = ["part", "asked", "where", "shown by", "state", "lacking, or different"]
         found[name] = columns, lines

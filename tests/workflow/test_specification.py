@@ -151,6 +151,9 @@ def test_only_the_part_that_falls_short_is_bold(rows):
     ("entry", "shown"),
     [
         ({"studies": ["study"]}, "**`study`: 1 of 2**"),  # a tie
+        ({"studies": ["study"],
+          "number": "select if(getvariable('device') = 'nvidia-h200', null, '2 ×'), true"},
+         "**H100: `study`: 1 of 2**; 2 ×"),
         ({"studies": ["run"]}, "`run`: 1 of 1"),
         ({"studies": ["steps"], "number": "select getvariable('device'), true"},
          "H100: `steps`: 2 of 2; nvidia-h100-80gb-hbm3"),
@@ -161,7 +164,8 @@ def test_only_the_part_that_falls_short_is_bold(rows):
     ],
 )  # fmt: skip
 def test_a_thing_stands_on_the_device_with_more_of_its_jobs(devices, entry, shown):
-    assert specification.standing(Thing("it", where=["here"], **entry), devices).shown == shown
+    thing = Thing("it", where=["here"], **entry)
+    assert specification.shown_device(thing, devices).standing(thing).shown == shown
 
 
 def test_a_study_that_does_not_exist_is_refused(rows):
