@@ -1,8 +1,10 @@
 """Tests that demos of CuTe run on this CPU, and that the facts they print are true."""
 
+import itertools
 import math
 import re
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 import pytest
@@ -75,6 +77,11 @@ def groups(kind: str, head_dim: int) -> list[list[int]]:
     return [[place(row, piece) % 8 for piece in range(pieces)] for row in range(64)]
 
 
+def turns(accesses: Iterable[Sequence[int]]) -> int:
+    """Returns how many of 8 accesses at once lie in one group, at most."""
+    return max(max(Counter(access).values()) for access in accesses)
+
+
 @runs
 def test_bank_conflicts_are_counted():
     text = printed("swizzle")
@@ -85,13 +92,34 @@ def test_bank_conflicts_are_counted():
             flat = sum(found, [])
             reads = zip(*found[:8], strict=True)
             writes = [flat[first : first + 8] for first in range(0, 64, 8)]
-            read, write = (
-                max(max(Counter(access).values()) for access in accesses)
-                for accesses in (reads, writes)
-            )
+            read, write = turns(reads), turns(writes)
             own = text.partition(title)[2].partition("\n\n")[0]
             assert f"turns: read {read}, write {write};" in own, title
             assert (read > 1) == (kind == "plain"), title
+
+
+@runs
+def test_two_idioms_change_little():
+    text = printed("idioms")
+    fragments = re.findall(
+        r"^D = (\d+): (\d+) and (\d+) numbers, (.*)\n  (.*)\n  (.*)$", text, re.MULTILINE
+    )
+    assert [fragment[0] for fragment in fragments] == ["64", "128", "32"]
+    for head_dim, with_swizzle, without, order, *layouts in fragments:
+        # A warp multiplies by all values of a tile, so a lane holds a 32nd of them.
+        keys = 64 if head_dim != "128" else 32
+        assert int(with_swizzle) == int(without) == keys * int(head_dim) // 32
+        for layout in layouts:  # no number shares a register with another
+            shape, stride = ([int(n) for n in re.findall(r"_(\d+)", x)] for x in layout.split(":"))
+            places = {
+                sum(i * s for i, s in zip(at, stride, strict=True))
+                for at in itertools.product(*map(range, shape))
+            }
+            assert places == {*range(int(without))}
+        assert order == ("the same order" if layouts[0] == layouts[1] else "two orders")
+    for bits in range(4):  # rows of 64 bytes: a bit of the place, from 128 bytes on, for each bit
+        rows = [(4 * row ^ (row // 2) % 2**bits) % 8 for row in range(8)]
+        assert f"{bits} bits: {turns([rows])} turns" in text
 
 
 def held(text: str, title: str) -> dict[tuple[int, int], tuple[int, int]]:
