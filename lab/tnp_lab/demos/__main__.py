@@ -24,7 +24,7 @@ def headers() -> list[str]:
     """Returns the folders of CUTLASS's and CUDA's headers, or an empty list if one is missing."""
     try:
         from cuda.pathfinder import find_nvidia_header_directory
-    except ModuleNotFoundError:
+    except ImportError:
         return []
     found = [nvrtc.cutlass(), *map(find_nvidia_header_directory, ("cudart", "cccl"))]
     return found if all(found) else []
@@ -53,7 +53,7 @@ def run(name: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder, name)
         command = [COMPILER, "-std=c++20", "-O1", "-w", "-pthread", "-o", str(program)]
-        command += [f"-I{folder}" for folder in (nvrtc.ROOT, *headers())]
+        command += [f"-I{path}" for path in (nvrtc.ROOT, *headers())]
         child = subprocess.run([*command, DEMOS[name]], capture_output=True, text=True)
         if child.returncode:
             raise nvrtc.CompilationError(f"{name}.cpp does not compile: {child.stderr.strip()}")

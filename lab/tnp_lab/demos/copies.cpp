@@ -52,9 +52,9 @@ int main() {
   });
 
   using Along = Layout<Shape<_16, _8>, Stride<_1, _16>>;  // neighbouring threads in one column
-  const auto other =
-      make_tiled_copy(Copy_Atom<UniversalCopy<uint128_t>, half_t>{}, Along{}, Layout<Shape<_1, _8>>{});
-  printf("\n\nNeighbouring threads should read neighbouring memory. Lines of 128 bytes that a warp");
-  printf("\nreads at once: %d as in cute.cu, %d with threads along a column.\n",
+  using Atom = Copy_Atom<UniversalCopy<uint128_t>, half_t>;
+  const auto other = make_tiled_copy(Atom{}, Along{}, Layout<Shape<_1, _8>>{});
+  printf("\n\nNeighbouring threads should read neighbouring memory. Lines of 128 bytes that a\n");
+  printf("warp reads at once: %d as in cute.cu, %d with threads along a column.\n",
          lines(Heads64::Fetch{}), lines(other));
 }

@@ -33,14 +33,15 @@ void bits() {
 }
 
 int main() {
-  printf("1. get_nonswizzle_portion. Values lie swizzled, transposed, in shared memory. Registers\n");
-  printf("have no swizzle, so the examples strip it from the layout that registers are made for.\n");
+  printf("1. get_nonswizzle_portion. Values lie swizzled, transposed, in shared memory.\n");
+  printf("Registers have no swizzle, so the examples strip it from the layout from which\n");
+  printf("registers are made. cute.cu does the same.\n");
   printf("The values of thread 0, with and without the swizzle:\n\n");
   fragments<64>();
   fragments<128>();
   fragments<32>();
-  printf("\n2. Fewer bits for shorter rows. cute.cu swizzles rows of 32 numbers with 2 bits, not 3.\n");
-  printf("Turns of a read of 8 rows:\n\n");
+  printf("\n2. Fewer bits for shorter rows. cute.cu swizzles rows of 32 numbers with 2 bits,\n");
+  printf("rows of 64 with 3. Turns of a read of 8 rows of 32 numbers:\n\n");
   bits<0>();
   bits<1>();
   bits<2>();

@@ -22,13 +22,13 @@ void show(const char* name, const Layout& layout) {  // (lane, number) -> row + 
 }
 
 int main() {
-  printf("The instruction m16n8k16 multiplies a left operand of 16 x 16 by a right one of 16 x 8.\n");
-  printf("Each of 32 lanes holds 4 numbers of the result, and 8 of the left operand.\n");
+  printf("The instruction m16n8k16 multiplies a left operand of 16 x 16 by a right one\n");
+  printf("of 16 x 8. Each of 32 lanes holds 4 numbers of the result, and 8 of the left operand.\n");
   using Atom = MMA_Atom<Heads64::Atom>;
   show("result, 16 x 8", Atom::LayoutC_TV{});
   show("left operand, 16 x 16", Atom::LayoutA_TV{});
-  printf("\nTwo results side by side are a left operand: its numbers 0 to 3 are those of the first\n");
-  printf("result, 4 to 7 those of the second. `as_operand` of cute.cu only renames them:\n");
+  printf("\nTwo results side by side are a left operand: its numbers 0 to 3 are those of the\n");
+  printf("first result, 4 to 7 those of the second. `as_operand` of cute.cu only renames them:\n");
 
   const auto scores = partition_fragment_C(Heads64::Mma{}, Shape<_128, _64>{}).layout();
   printf("\nscores             ");

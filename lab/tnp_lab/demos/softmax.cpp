@@ -32,10 +32,10 @@ void run(int lane) {
 }
 
 int main() {
-  printf("Four neighbouring lanes hold a row of %d keys: 16 each. A lane finds the maximum of its\n",
+  printf("Four neighbouring lanes hold a row of %d keys: 16 each. A lane finds the maximum of\n",
          Keys);
-  printf("own keys. Shuffles with lanes 1 and 2 away then give all four the row's maximum. Each\n");
-  printf("lane sums its own powers of 2. cute.cu adds the four sums once, after the last keys.\n\n");
+  printf("its own keys. Shuffles with lanes 1 and 2 away then give all four the row's maximum.\n");
+  printf("Each lane sums its own powers of 2. cute.cu adds the four sums once, at the end.\n\n");
   std::vector<std::thread> warp;
   for (int lane = 0; lane < 32; ++lane) warp.emplace_back(run, lane);
   for (auto& each : warp) each.join();

@@ -34,8 +34,8 @@ void compare() {
 
 int main() {
   printf("ldmatrix reads a column of 8 rows at once, 16 bytes of each. cp.async writes 8 pieces\n");
-  printf("of 16 bytes side by side. Accesses in one group of banks wait for each other. Each table\n");
-  printf("shows the group of every 16 bytes: rows down, pieces across.\n");
+  printf("of 16 bytes side by side. Accesses in one group of banks wait for each other. Each\n");
+  printf("table shows the group of every 16 bytes: rows down, pieces across.\n");
   compare<64>();
   compare<32>();
 }
