@@ -145,7 +145,11 @@ class Rows:
             {"gates": [name for name in plan().gates if gate(name).phase is not None]},
         )
         self.connection.register("gate_status", gate_status)
-        query = "select gate, sum(n_checks)::int, sum(n_failed)::int from gate_status group by gate"
+        query = """
+            select gate, sum(n_checks)::int, sum(n_failed)::int,
+                count(*) filter (passed is null and n_skipped < n_checks)
+            from gate_status group by gate
+        """
         self.gates = {name: counts for name, *counts in self.connection.execute(query).fetchall()}
         # A step that does not fit the memory has no valid row: `oom` is its answer.
         query = """
@@ -161,12 +165,15 @@ class Rows:
         parts: list[tuple[str, bool]] = []  # of *shown by*, and whether nothing is lacking
         if thing.gates:
             counts = [self.gates[name] for name in thing.gates if name in self.gates]
-            n_checks, n_failed = (sum(one[i] for one in counts) for i in (0, 1))
+            n_checks, n_failed, n_unfinished = (sum(one[i] for one in counts) for i in range(3))
             said = f"{n_checks:,} checks, {n_failed:,} red"
+            if n_unfinished:
+                said += f", {n_unfinished} not finished"
             n_missing = len(thing.gates) - len(counts)
             if n_missing:
                 said = f"{said}, {n_missing} not run" if counts else "not run"
-            parts.append((f"{report.code(thing.gates)}: {said}", n_failed == 0 == n_missing))
+            is_whole = n_failed == n_unfinished == n_missing == 0
+            parts.append((f"{report.code(thing.gates)}: {said}", is_whole))
         start = DEVICES[self.device]  # of the first part that is this device's
         if thing.studies:
             n_measured, n_jobs = self.n_measured(thing), len(self._jobs(thing))

@@ -66,11 +66,13 @@ def test_an_entry_names_what_exists(thing):
 
 @pytest.fixture
 def devices() -> list[Rows]:
-    """Returns the rows of each device: a green and a red gate, and one job of two."""
+    """Returns the rows of each device: a green, a red and a killed gate, and one job of two."""
     connection = duckdb.connect()
     connection.execute("""
-        create table gate_status as from (values ('green', 5, 0), ('green', 7, 0), ('red', 4, 1))
-        as gates (gate, n_checks, n_failed);
+        create table gate_status as from (values
+            ('green', 5, 0, 0, true), ('green', 7, 0, 0, true), ('green', 2, 0, 2, null),
+            ('red', 4, 1, 0, false), ('killed', 3, 0, 1, null)
+        ) as gates (gate, n_checks, n_failed, n_skipped, passed);
         create table measurements as from (values
             ('a--own', true, 'op', 'ok', 'nvidia-h200'), ('b', false, 'op', 'oom', 'nvidia-h200'),
             ('b', true, 'op', 'ok', 'nvidia-h100-80gb-hbm3'),
@@ -105,14 +107,18 @@ def rows(devices) -> Rows:
         ({"where": ["here"]}, ("", "works", "")),
         ({"where": ["here"], "note": "Otherwise."}, ("", "works", "Otherwise.")),
         ({"where": ["here"], "lacks": "A form."}, ("", "partly", "A form.")),
-        ({"where": ["here"], "gates": ["green"]}, ("`green`: 12 checks, 0 red", "works", "")),
+        ({"where": ["here"], "gates": ["green"]}, ("`green`: 14 checks, 0 red", "works", "")),
+        (
+            {"where": ["here"], "gates": ["killed"]},
+            ("**`killed`: 3 checks, 0 red, 1 not finished**", "partly", ""),
+        ),
         (
             {"where": ["here"], "gates": ["green", "red"]},
-            ("**`green`, `red`: 16 checks, 1 red**", "partly", ""),
+            ("**`green`, `red`: 18 checks, 1 red**", "partly", ""),
         ),
         (
             {"where": ["here"], "gates": ["green", "new"]},
-            ("**`green`, `new`: 12 checks, 0 red, 1 not run**", "partly", ""),
+            ("**`green`, `new`: 14 checks, 0 red, 1 not run**", "partly", ""),
         ),
         (
             {"where": ["here"], "gates": ["new"], "note": "Otherwise."},
@@ -144,7 +150,7 @@ def test_only_the_part_that_falls_short_is_bold(rows):
     thing = Thing(
         "it", where=["here"], gates=["green"], studies=["stu*"], number="select '2', true"
     )
-    assert rows.standing(thing).shown == "`green`: 12 checks, 0 red; **`stu*`: 1 of 2**; 2"
+    assert rows.standing(thing).shown == "`green`: 14 checks, 0 red; **`stu*`: 1 of 2**; 2"
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+-- topic: host
 -- # What a training step costs the host
 -- Host time is the time from the call of a step until it returns, on an idle GPU. Step time is that
 -- of a step in a loop. If both are nearly equal, the GPU waits for the host. All forms of a shape

@@ -1,3 +1,4 @@
+-- topic: host
 -- # What an eager call costs the host
 -- The table has microseconds of the host for one asynchronous call, without a CUDA graph, at a size
 -- where the device waits. "Recorded" is a forward pass that autograd records. "Training" has its
