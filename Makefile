@@ -42,7 +42,8 @@ bundle: $(VENV)/installed
 
 # peers/ and lab/ are installed without the packages that they call.
 OURS := $(wildcard peers/pyproject.toml peers/tnp_peers/*.py lab/pyproject.toml \
-	lab/tnp_lab/*.py lab/tnp_lab/*.c* lab/tnp_lab/*/*.py lab/tnp_lab/*/*.cu)
+	lab/tnp_lab/*.py lab/tnp_lab/*.c* lab/tnp_lab/*/*.py lab/tnp_lab/*/*.cu \
+	lab/tnp_lab/demos/*.cpp lab/tnp_lab/demos/*.h)
 $(VENV)/installed: requirements.txt $(OURS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tnp needs \
 	Python 3.11 or newer, but '$(PYTHON)' is not: name another, as in make PYTHON=python3.12"; exit 1; }

@@ -1,0 +1,1 @@
+"""Holds demos of CuTe that run on a CPU: `python -m tnp_lab.demos`."""
