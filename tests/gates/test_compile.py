@@ -34,11 +34,14 @@ IN_CUDA = {
     ("softmax", "one_pass"): "softmax_one_pass",
     ("row_sum", "tree"): "row_sum_block",
     ("row_sum", "shuffles"): "row_sum_block",
+    ("layer_norm", "one_pass"): "layer_norm_one_pass",
+    ("cross_entropy", "online"): "cross_entropy_online",
     ("gelu_linear", "wmma"): "gelu_linear_wmma",
     ("attention", "wmma"): "attention_wmma",
     ("attention", "cute"): "attention_cute",
 }
-BACKWARD_IN_CUDA = {"attention_delta", "attention_dkdv", "attention_dq"}  # of wmma and cute
+# Their other kernels: the mean of the losses, and the backward pass of both forms of attention.
+OTHERS_IN_CUDA = {"cross_entropy_mean", "attention_delta", "attention_dkdv", "attention_dq"}
 
 # Launches of `attention` with 200 queries and 500 keys. Config None is the default.
 PREAMBLE = """
@@ -116,7 +119,7 @@ def in_cuda_that_compiles() -> set[str]:
     if nvrtc.missing():
         return set()
     refused = {"attention_cute"} if nvrtc.missing_for_cute() else set()
-    return {*IN_CUDA.values(), *BACKWARD_IN_CUDA} - refused
+    return {*IN_CUDA.values(), *OTHERS_IN_CUDA} - refused
 
 
 @pytest.mark.first
@@ -393,7 +396,7 @@ def test_kept_results_equal_the_compilers():
     script = """
 import json
 from tnp.gates import compile, kept, launches
-own = [one for one in launches.committed_launches() if one.users[0][0] == "layer_norm"]
+own = [one for one in launches.committed_launches() if one.users[0] == ("layer_norm", "triton")]
 few = [job for job in compile.collect(own[:1]) if job.known()["kernel"] == "layer_norm_fwd"]
 assert few
 rows = [[job.compiled(), kept.results(kept.FILE).get(kept.code(job))] for job in few]
