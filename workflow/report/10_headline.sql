@@ -39,7 +39,8 @@ select
     of_peer(best_pytorch_role, verdict_best) as verdict
 from speedup
 left join gpus using (device)
--- Steps whose sizes vary have a table of their own. The largest GPU comes first, as in figures.
-where leads and valid and not varies and precision = ''
+-- Steps whose sizes vary have a table of their own, and batches that were timed for their memory
+-- have no step of PyTorch's beside them. The largest GPU comes first, as in figures.
+where leads and valid and not varies and precision = '' and best_pytorch_step_ms is not null
 order by
     memory_bytes desc, device asc, n_context asc, n_target asc, batch desc;
