@@ -112,7 +112,7 @@ def steps(
         said = {name: speedup.get(name) for name in IN_A_CELL}
         said |= {"peak_memory_gib": memory, "status": status}
         in_cell = {f"{cell}_{name}": value for name, value in said.items()}
-        tables["matrix"].append(key | sized(shape) | narrow | in_cell)
+        tables["matrix"].append(key | sized(shape) | {"role": role(variant)} | narrow | in_cell)
     return tables
 
 

@@ -73,7 +73,7 @@ VIEWS = {
     " speedup_alone double, gain_last_ms double, gain_last_low_ms double,"
     " gain_last_high_ms double, speedup_last double, verdict_last text, verdict_alone text,"
     " valid boolean, why_not text",
-    "matrix": f"device text, {SHAPE}, variant text, precision text, products_in text, "
+    "matrix": f"device text, {SHAPE}, variant text, role text, precision text, products_in text, "
     + ", ".join(
         f"{cell}_step_ms double, {cell}_tokens_per_s double, {cell}_peak_memory_gib double,"
         f" {cell}_speedup double,"

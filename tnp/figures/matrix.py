@@ -2,6 +2,7 @@
 
 Reads the view `matrix`. A table for each device and shape has a line for each variant, and a column
 for each combination of switches. A cell has the speedup over step time, peak memory and tokens/s.
+Sizes at which PyTorch was not run are left out: figure `memory` has them.
 """
 
 import math
@@ -33,7 +34,11 @@ VALUES = (
     "why_no_speedup",
 )
 
-QUERY = "select * from matrix order by n_context, n_target, batch desc, shape, variant"
+QUERY = """
+    from matrix
+    qualify bool_or(role != 'own') over (partition by device, shape)
+    order by n_context, n_target, batch desc, shape, variant
+"""
 
 
 def chart(connection: duckdb.DuckDBPyConnection, layout: Layout) -> alt.TopLevelMixin:

@@ -2,6 +2,7 @@
 
 Reads the view `speedup`. A panel for each device and shape has a line for each variant, with a mark
 for each combination of checkpointing and CUDA graph. The fastest mark of each line has a label.
+Sizes at which PyTorch was not run are left out: figure `memory` has them.
 """
 
 import math
@@ -39,6 +40,7 @@ QUERY = """
         speedup_best = max(speedup_best) over of_variant as best_of_variant_over_best
     from speedup
     window of_variant as (partition by device, shape, variant)
+    qualify bool_or(role != 'own') over (partition by device, shape)
     order by varies, n_context, n_target, batch desc, shape, variant, checkpoint, cuda_graph
 """
 

@@ -11,4 +11,4 @@ select
     evidence_cell(valid, why_not) as evidence
 from step_summary
 where n_context >= 200000 and optimizer and status = 'ok'
-order by device, peak_memory_bytes;
+order by device, peak_memory_bytes, variant;
