@@ -112,6 +112,15 @@ def test_what_is_known_not_to_count_is_named_and_not_drawn(drawn: Drawn, figure:
     )
 
 
+@pytest.mark.parametrize("figure", ["speedup", "matrix"])
+def test_a_size_that_pytorch_was_not_run_at_is_left_out(drawn: Drawn, figure: str) -> None:
+    tables = sample.steps(sample.THREE)
+    ours = next(row for row in tables[figure] if row["role"] == "own")
+    tables[figure].append(ours | {"shape": "alone", "batch": 4096})
+    svg = as_svg(drawn(figure, tables))
+    assert "alone" not in svg and ours["shape"] in svg
+
+
 def test_speedup_without_a_baseline_that_counts_is_over_pytorchs_fastest(drawn: Drawn) -> None:
     tables = sample.steps(sample.THREE)
     plain, *others = tables["speedup"]

@@ -117,6 +117,7 @@ def test_two_idioms_change_little():
             }
             assert places == {*range(int(without))}
         assert order == ("the same order" if layouts[0] == layouts[1] else "two orders")
+    assert [fragment[3] for fragment in fragments] == ["the same order"] * 2 + ["two orders"]
     for bits in range(4):  # rows of 64 bytes: a bit of the place, from 128 bytes on, for each bit
         rows = [(4 * row ^ (row // 2) % 2**bits) % 8 for row in range(8)]
         assert f"{bits} bits: {turns([rows])} turns" in text

@@ -123,6 +123,11 @@ def test_pytorchs_step_is_named_where_ours_is_no_faster(store: Store) -> None:
     assert len(query("from speedup where fastest")) == 2
 
 
+def test_a_step_of_ours_that_is_slower_than_pytorchs_is_not_fastest(store: Store) -> None:
+    query = store(gate("g"), *runs("sdpa_cudnn", [1.0]), *runs("fused", [1.03]))
+    assert one(query, "select variant from speedup where fastest")["variant"] == "sdpa_cudnn"
+
+
 def test_what_does_not_count_hides_pytorchs_fastest_for_all_or_none(store: Store) -> None:
     """At 2 %: a time that is not precise enough is no better known, and nobody's reference."""
     for unsettled, hidden in ((1.97, False), (1.5, True)):

@@ -48,7 +48,8 @@ QUERY = """
     order by n_context, n_target, batch desc, role, precision
 """
 
-# A valid step of ours has no bar if the plain step beside it is not valid.
+# A valid step of ours has no bar if the plain step beside it is not valid. Sizes at which PyTorch
+# was not run are no steps to compare.
 LEFT_OUT = """
     select distinct shape, why_no_speedup
     from speedup
@@ -57,6 +58,7 @@ LEFT_OUT = """
         and role = 'own'
         and valid
         and speedup is null
+        and best_pytorch_step_ms is not null
         and not coalesce(varies, false)
     order by shape
 """

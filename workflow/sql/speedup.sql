@@ -60,6 +60,7 @@ compared_steps as (
         to_best.verdict as verdict_best,
         to_best.n_pairs as n_pairs_best,
         best.role as best_pytorch_role,
+        coalesce(own.code_version = best.code_version, false) as is_best_pytorch,
         case
             when own.status != 'ok' or to_baseline.ratio is not null then null
             when not own.valid then own.why_not
@@ -99,7 +100,8 @@ beside_others as (
     select
         *,
         max(evidence_rank) over of_sizes as best_rank,
-        speedup_best * if(speedup_best_low is null, exp(-3 * margin()), 1) as sure,
+        speedup_best
+        * if(speedup_best_low is null and not is_best_pytorch, exp(-3 * margin()), 1) as sure,
         max(sure) over of_equals as highest,
         min(step_ms) over of_equals as shortest,
         max(sure) over of_equals_of_role as highest_of_role,
@@ -142,7 +144,7 @@ led as (
 )
 
 select
-    * exclude (evidence_rank, best_rank, sure, highest, shortest, highest_of_role),
+    * exclude (evidence_rank, best_rank, is_best_pytorch, sure, highest, shortest, highest_of_role),
     fastest
     and row_number()
         over (

@@ -3,9 +3,8 @@
 //   m = max x     s = log sum e^(x - m)     nll = m - x[target] + s
 //   loss = the mean of nll over the targets that are not IGNORE_INDEX
 //
-// Step 1: each thread has a running maximum and the sum of e^(x - maximum). When a pack of 16 bytes
-//         raises the maximum, the thread multiplies the sum by e^(old - new). So a row of any width is
-//         read once.
+// Step 1: each thread has a running maximum and the sum of e^(x - maximum). After each
+//         pack the thread multiplies the sum by e^(old - new). So a row of any width is read once.
 // Step 2: only at the end of the row the threads meet: one reduction finds m, and another one adds
 //         up the sums, each multiplied by e^(its maximum - m).
 // Step 3: the logit of the target is one number: thread 0 reads it.

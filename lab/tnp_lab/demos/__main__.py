@@ -57,7 +57,7 @@ def run(name: str) -> str:
         child = subprocess.run([*command, DEMOS[name]], capture_output=True, text=True)
         if child.returncode:
             raise nvrtc.CompilationError(f"{name}.cpp does not compile: {child.stderr.strip()}")
-        return subprocess.run([program], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([program], stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,7 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if reason := missing():
         print(reason, file=sys.stderr)
         return 1
-    print(run(name), end="")
+    try:
+        print(run(name), end="")
+    except (nvrtc.CompilationError, subprocess.CalledProcessError) as error:
+        print(error, file=sys.stderr)
+        return 1
     return 0
 
 
