@@ -100,8 +100,10 @@ beside_others as (
     select
         *,
         max(evidence_rank) over of_sizes as best_rank,
-        speedup_best
-        * if(speedup_best_low is null and not is_best_pytorch, exp(-3 * margin()), 1) as sure,
+        speedup_best * case
+            when speedup_best_low is null and not is_best_pytorch then exp(-3 * margin())
+            else 1
+        end as sure,
         max(sure) over of_equals as highest,
         min(step_ms) over of_equals as shortest,
         max(sure) over of_equals_of_role as highest_of_role,
