@@ -14,8 +14,7 @@ from tests.lab.test_cuda import (  # noqa: F401
     judged,
     refused,
 )
-from tnp.dispatch import devices, launcher, plans, selection
-from tnp.dispatch.spec import Call
+from tnp.dispatch import devices, launcher, plans
 from tnp.gates.poison import Poisoned
 from tnp.ops.cross_entropy import IGNORE_INDEX, OPERATOR, reference
 from tnp_lab import launch
@@ -53,12 +52,6 @@ def test_it_refuses_in_a_sentence(here):  # noqa: F811
         "its backward pass is Triton's: it needs compute capability 8.0 or newer, this GPU has 7.5"
     )
     assert "7.5 or newer" in refusal("float32", classes=8, target=devices.of_capability(70))
-
-
-def test_auto_never_chooses_it(here):  # noqa: F811
-    for case in OPERATOR.cases(H200):
-        call = Call(case.problem, H200)
-        assert selection.choose_implementation(OPERATOR, "auto", call)[0].name != "online"
 
 
 @pytest.mark.parametrize("classes, at_once", [(128_256, 8), (50_257, 1)])

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import entry_points
 
 import pytest
 import torch
@@ -52,6 +53,17 @@ def refused(op: str, name: str, dtype: str, wanted=(), target: Target = H200, **
     )
     assert reason is None or "\n" not in reason
     return reason
+
+
+@pytest.mark.parametrize("entry", sorted(
+    entry.name for entry in entry_points(group="tnp.implementations") if "tnp_lab" in entry.value
+))  # fmt: skip
+def test_auto_never_chooses_cuda(entry, here):
+    op, name = entry.split(".")
+    operator = catalog().operator(op)
+    for case in operator.cases(H200):
+        call = Call(case.problem, H200)
+        assert selection.choose_implementation(operator, "auto", call)[0].name != name
 
 
 ROWS = partial(refused, "softmax", rows=9)

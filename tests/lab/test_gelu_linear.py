@@ -15,8 +15,7 @@ from tests.lab.test_cuda import (  # noqa: F401
     judged,
     refused,
 )
-from tnp.dispatch import devices, launcher, plans, selection
-from tnp.dispatch.spec import Call
+from tnp.dispatch import devices, launcher, plans
 from tnp.gates.checks import error_ratio
 from tnp.gates.poison import Poisoned
 from tnp.ops.products import GELU_LINEAR
@@ -40,12 +39,6 @@ def test_it_refuses_in_a_sentence(here):  # noqa: F811
     assert "bfloat16 from compute capability 8.0" in old("bfloat16")
     assert "its backward pass is Triton's" in old("float16", ("x",))
     assert "7.5 or newer" in refusal("float16", target=devices.of_capability(70))
-
-
-def test_auto_never_chooses_it(here):  # noqa: F811
-    for case in GELU_LINEAR.cases(H200):
-        call = Call(case.problem, H200)
-        assert selection.choose_implementation(GELU_LINEAR, "auto", call)[0].name != "wmma"
 
 
 def test_one_launch_has_a_block_for_each_tile(here):  # noqa: F811

@@ -1,4 +1,4 @@
-"""Tests view step_host: what a training step costs the host, by values computed by hand."""
+"""Tests view step_host: the host's time for a training step, by values computed by hand."""
 
 from collections.abc import Callable
 from datetime import timedelta

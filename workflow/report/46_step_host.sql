@@ -1,5 +1,5 @@
 -- topic: host
--- # What a training step costs the host
+-- # The host's time for a training step
 -- Host time is the time from the call of a step until it returns, on an idle GPU. Step time is that
 -- of a step in a loop. If both are nearly equal, the GPU waits for the host. All forms of a shape
 -- took turns in one process, on the processor that is named. Two ratios follow. The first divides

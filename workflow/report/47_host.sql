@@ -1,5 +1,5 @@
 -- topic: host
--- # What an eager call costs the host
+-- # The host's time for an eager call
 -- The table has microseconds of the host for one asynchronous call, without a CUDA graph, at a size
 -- where the device waits. "Recorded" is a forward pass that autograd records. "Training" has its
 -- backward pass. "Chain" is one of many such calls in a row. PyTorch's plain form took turns with
