@@ -1,6 +1,6 @@
-"""Declares attention in CUDA C++, forward with wmma and in CuTe, backward with wmma."""
+"""Declares attention in a simple kernel, and in CUDA C++: wmma, CuTe, and a backward with wmma."""
 
-from tnp.dispatch.spec import Call, Operation, Reason
+from tnp.dispatch.spec import Call, Implementation, Operation, Reason, triton_from
 from tnp_lab import nvrtc
 from tnp_lab.declared import by_cuda
 
@@ -48,4 +48,28 @@ CUTE = by_cuda(
     nvrtc.missing_for_cute,
     title="CUDA C++ with CuTe",
     **_LIMITS,
+)
+
+
+MAX_KEYS = {64: 256, 128: 128}  # in one tile of `simple`, by head_dim: more spill
+_triton = triton_from(80)
+
+
+def _in_one_tile(call: Call) -> Reason:
+    n_k, head_dim = call.problem["n_k"], call.problem["head_dim"]
+    if head_dim not in MAX_KEYS:
+        return f"it takes head_dim {', '.join(map(str, MAX_KEYS))}, not {head_dim}"
+    if n_k > MAX_KEYS[head_dim]:
+        return f"its tile holds {MAX_KEYS[head_dim]} keys and there are {n_k}"
+    return _triton(call)
+
+
+SIMPLE = Implementation(
+    "simple",
+    forward=Operation("attention.simple", ("tnp_lab.attention.simple:FORWARD",)),
+    supported=_in_one_tile,
+    dtypes=("bfloat16", "float16"),
+    options=OPTIONS,
+    selectable=False,
+    title="simple kernel",
 )
