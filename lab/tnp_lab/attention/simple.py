@@ -1,7 +1,8 @@
 """Computes attention with few keys in the plainest kernel that there is: one to learn from.
 
-A program has a tile of queries and all keys of its head. So it has whole rows of scores, and softmax
-needs no running maximum or sum. `tnp/ops/attention/few_keys.py` is made for speed and gradients.
+A program has a tile of queries and all keys of its head. So it has whole rows of scores, and
+softmax needs no running maximum or sum. For speed and gradients, see
+`tnp/ops/attention/few_keys.py`.
 """
 
 from collections.abc import Callable
