@@ -35,7 +35,8 @@ Found = dict[str, str]  # {"module:name" or a table's file: hash}
 def of_gate(gate: str) -> Found:
     """Returns the code of a gate of the model, or of one implementation ("op--swiglu--triton").
 
-    A gate of the model leaves our kernels out, whose own gates answer for them, but one.
+    A gate of the model leaves our kernels out, whose own gates answer for them, but one. A gate
+    that runs our operators has those that "auto" may choose, and not what serves to learn from.
     """
     kind, *names = gate.split("--")
     if names:
@@ -43,10 +44,17 @@ def of_gate(gate: str) -> Found:
     found = reached(f"tnp.gates.{gate}:*")
     for operator in _operators_of(gate):
         for name in catalog().names(operator.name):
-            provider = catalog().listed(operator.name, name).provider
-            if provider == OWN and GATES[gate].ours or provider == "torch" and gate != COMPILED:
+            one = catalog().listed(operator.name, name)
+            if one.provider == "torch" and gate != COMPILED or _runs(gate, one):
                 found |= of_operator(operator.name, name, GATE, "")
     return found
+
+
+def _runs(gate: str, one: Listed) -> bool:
+    """Returns whether a gate of the model runs an implementation of ours."""
+    if one.provider != OWN or not GATES[gate].ours:
+        return False
+    return GATES[gate].every or one.implementation.selectable
 
 
 def _operators_of(gate: str) -> list[Operator]:
