@@ -75,13 +75,20 @@ def test_a_gate_proves_nothing_on_another_device_or_with_other_versions(store: S
 
 # 2
 def test_one_green_gate_of_four_proves_nothing(store: Store) -> None:
-    awaited = {"gates": "proof|baseline|mlp|kernels"}
+    awaited = {"gates": "proof|baseline|mlp|centred"}
     query = store(gate("g"), run("r", step("fused", [1.0]), **awaited))
     row = one(query, JUDGED)
     assert (row["gated"], row["valid"]) == (None, None)
     assert row["why_not"].startswith("gate baseline has not run")
     passed = {row["gate"]: row["passed"] for row in query("from gate_evidence")}
-    assert passed == {"proof": True, "baseline": None, "mlp": None, "kernels": None}
+    assert passed == {"proof": True, "baseline": None, "mlp": None, "centred": None}
+
+
+def test_a_slow_build_makes_no_result_wrong(store: Store) -> None:
+    """Early rows waited for gate `kernels` too, which is red where a build spills."""
+    spills = run("k", check("kernels", "a build", 8.0, 0.0, passed=False))
+    query = store(gate("g"), spills, run("r", step("fused", [1.0]), gates="proof|kernels"))
+    assert one(query, JUDGED)["gated"] is True
 
 
 # 3
