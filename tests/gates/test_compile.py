@@ -38,6 +38,9 @@ IN_CUDA = {
     ("cross_entropy", "online"): "cross_entropy_online",
     ("gelu_linear", "wmma"): "gelu_linear_wmma",
     ("attention", "wmma"): "attention_wmma",
+    ("attention", "wmma_step_1"): "attention_wmma_steps",
+    ("attention", "wmma_step_2"): "attention_wmma_steps",
+    ("attention", "wmma_step_3"): "attention_wmma_steps",
     ("attention", "cute"): "attention_cute",
 }
 # Their other kernels: the mean of the losses, and the backward pass of both forms of attention.

@@ -23,6 +23,7 @@ from tnp_lab.softmax.cuda_softmax import MOST_THREADS, ONE_PASS, shape
 
 H200 = devices.named("nvidia-h200")
 IN_CUDA = [("softmax", "three_passes"), ("softmax", "one_pass"), ("attention", "wmma")]
+STEPS = ("wmma_step_1", "wmma_step_2", "wmma_step_3")  # of `wmma_steps.cu`
 DEVICE = torch.device("cpu")
 INF = float("inf")
 
@@ -74,6 +75,10 @@ def test_cuda_refuses_in_a_sentence(here):
     assert ROWS("one_pass", "float32", ("x",), width=8) == "it is forward only"
     assert HEADS("float16", head_dim=64, causal=True, n_kv_heads=2) is None
     assert HEADS("bfloat16", ("q",), head_dim=128) is None
+    for step in STEPS:
+        sizes = {"batch": 1, "n_heads": 4, "n_q": 9, "n_k": 9, "head_dim": 64}
+        assert refused("attention", step, "float16", **sizes, n_kv_heads=2, causal=True) is None
+        assert refused("attention", step, "float16", ("q",), **sizes) == "it is forward only"
     assert "64, 128, not 96" in HEADS("float16", head_dim=96)
     assert "not float32" in HEADS("float32", head_dim=64)
     assert "window=3" in HEADS("float16", head_dim=64, window=3)
@@ -188,11 +193,22 @@ def test_blocks_of_softmax(rows, width, name, blocks, threads, here):
     assert found.architecture == "sm_90a"
 
 
+@pytest.mark.parametrize("name", ["wmma", *STEPS])
 @pytest.mark.parametrize("n_q, blocks", [(1, 6), (64, 6), (65, 12), (777, 78)])
-def test_blocks_of_attention(n_q, blocks, here):
+def test_blocks_of_attention(n_q, blocks, name, here):
     case = attention.OPERATOR.case("float16", 2, 3, n_q, 100, 64)
-    found = bound("attention", "wmma", case)
+    found = bound("attention", name, case)
     assert (found.grid, found.threads) == ((blocks,), 128)
+
+
+@pytest.mark.parametrize("name, blocks, threads", [
+    ("wmma_step_1", 18, 64),  # 32 queries: q and o of more do not fit in shared memory
+    ("wmma_step_2", 12, 128),
+    ("wmma_step_3", 12, 128),
+])  # fmt: skip
+def test_blocks_of_the_steps_at_the_longest_rows(name, blocks, threads, here):
+    found = bound("attention", name, attention.OPERATOR.case("float16", 2, 3, 65, 100, 128))
+    assert (found.grid, found.threads) == ((blocks,), threads)
 
 
 def test_a_launch_is_noted_with_the_hash_of_its_source(here):
@@ -263,11 +279,12 @@ def test_softmax_of_infinities_and_nan_equals_pytorchs(name, here):
 
 
 @emulates
+@pytest.mark.parametrize("name", ["wmma", *STEPS])
 @pytest.mark.parametrize("dtype, n_q, n_k, head_dim, kind", ATTENTION)
-def test_attention_is_within_its_budget(dtype, n_q, n_k, head_dim, kind, here):
+def test_attention_is_within_its_budget(name, dtype, n_q, n_k, head_dim, kind, here):
     kind = {"n_kv_heads": 1} | kind
     case = attention.OPERATOR.case(dtype, 1, 2 * kind["n_kv_heads"], n_q, n_k, head_dim, **kind)
-    assert_within_budget("attention", "wmma", case)
+    assert_within_budget("attention", name, case)
 
 
 @emulates_cute
@@ -306,14 +323,15 @@ def test_gradients_of_cuda(dtype, n_q, n_k, head_dim, kind, here):
 
 
 @emulates
+@pytest.mark.parametrize("name", ["wmma", *STEPS])
 @pytest.mark.parametrize("aligned", [True, False])
-def test_attention_of_other_strides(aligned, here):
+def test_attention_of_other_strides(aligned, name, here):
     """Rows that are not aligned are copied: a load of 16 bytes would read another address."""
     start = 0 if aligned else 1
     q, k = torch.randn(2, 1, 2, 40, 64 + start).half()[..., start:].unbind()
     v = torch.randn(1, 40, 2, 64 + start).half()[..., start:].transpose(1, 2)
     inputs = (q, k, v, None, None, None)
-    plan = plans.build(attention.OPERATOR, "wmma", inputs, (), (), H200)
+    plan = plans.build(attention.OPERATOR, name, inputs, (), (), H200)
     assert plan.what.aligned == aligned
     expected = attention.OPERATOR.reference(*(x.double() for x in inputs[:3]), *inputs[3:], 0.125)
     torch.testing.assert_close(plan.run(inputs, (0.125,)).double(), expected, atol=2e-3, rtol=0)
@@ -339,6 +357,9 @@ def test_gradients_of_a_strided_do(start, here):
 SLIPS = [
     ("three_passes", "sum += expf", "sum = expf"),
     ("wmma", "__pipeline_wait_prior(1)", "__pipeline_wait_prior(2)"),
+    ("wmma_step_1", "stored[i] *= factors[i / HEAD_DIM]", "stored[i] *= factors[0]"),
+    ("wmma_step_2", "factors[row_of[i]]", "factors[0]"),
+    ("wmma_step_3", "to + row * ROW", "to + row * HEAD_DIM"),
     ("backward", "__pipeline_wait_prior(1)", "__pipeline_wait_prior(2)"),
     ("backward", "dp[place] - delta[of_head + query]", "dp[place]"),
     ("backward", "key <= query", "key < query"),
@@ -352,7 +373,7 @@ SLIPS = [
 def test_a_slip_is_found_out(name, right, wrong, here, monkeypatch):
     def slipped(source, architecture):
         text = source.path.read_text()
-        if source.path.stem == name:
+        if source.path.stem == ("wmma_steps" if name in STEPS else name):
             assert right in text
             text = text.replace(right, wrong, 1)
         return emulation._compiled(source, text)

@@ -1,4 +1,7 @@
-"""Declares attention in a simple kernel, and in CUDA C++: wmma, CuTe, and a backward with wmma."""
+"""Declares attention in a simple kernel, and in CUDA C++: wmma, CuTe, and a backward with wmma.
+
+`wmma_step_1` to `wmma_step_3` show how `wmma` became fast, and are forward only.
+"""
 
 from tnp.dispatch.spec import Call, Implementation, Operation, Reason, triton_from
 from tnp_lab import nvrtc
@@ -27,11 +30,11 @@ def _in_cute(call: Call) -> Reason:
 
 
 BACKWARD = Operation("attention.cuda_backward", ("tnp_lab.attention.cuda_attention:BACKWARD_WMMA",))
-_LIMITS = {
-    "backward": BACKWARD,
+_FORWARD_ONLY = {
     "dtypes": ("bfloat16", "float16"),
     "options": OPTIONS,
 }
+_LIMITS = {"backward": BACKWARD, **_FORWARD_ONLY}
 WMMA = by_cuda(
     "wmma",
     "attention",
@@ -48,6 +51,17 @@ CUTE = by_cuda(
     nvrtc.missing_for_cute,
     title="CUDA C++ with CuTe",
     **_LIMITS,
+)
+WMMA_STEP_1, WMMA_STEP_2, WMMA_STEP_3 = (
+    by_cuda(
+        f"wmma_step_{step}",
+        "attention",
+        f"tnp_lab.attention.cuda_attention:FORWARD_WMMA_STEP_{step}",
+        _in_wmma,
+        title=f"CUDA C++ with wmma, step {step}",
+        **_FORWARD_ONLY,
+    )
+    for step in (1, 2, 3)
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
@@ -24,6 +25,7 @@ from tnp_lab.attention import OPTIONS
 from tnp_lab.launch import Bound
 
 WMMA = "tnp_lab.attention.wmma:attention_wmma"
+WMMA_STEPS = "tnp_lab.attention.wmma_steps:attention_wmma_steps"
 CUTE = "tnp_lab.attention.cute:attention_cute"
 DELTA, DKDV, DQ = (
     f"tnp_lab.attention.backward:attention_{name}" for name in ("delta", "dkdv", "dq")
@@ -61,6 +63,36 @@ def _prepare(
     bound = Bound(
         nvrtc.Source(kernel, constants, cutlass), call.target.capability,
         (n_tiles * q.shape[0] * n_heads,), WARPS * nvrtc.WARP,
+        *row_strides(q), *row_strides(k), *row_strides(v), *o_strides[:3],
+        n_heads, n_heads // k.shape[1], n_q, k.shape[2], n_tiles, int(call.problem["causal"]),
+    )  # fmt: skip
+
+    def launch(inputs, scalars):
+        q, k, v = map(as_read, inputs[:3])
+        o = q.new_empty_strided(o_shape, o_strides)
+        lse = q.new_empty_strided(lse_shape, lse_strides, dtype=torch.float32)
+        bound(q, k, v, o, lse, scalars[0] * LOG2_E)
+        return (o,), (lse,)
+
+    return forward(launch, call)
+
+
+def prepare_wmma_step(call: Call, config: object, inputs: tuple, step: int) -> Callable:
+    """Prepares one launch of `wmma_steps.cu`, with a block for 64 queries of a head, or for 32."""
+    as_read = with_aligned_rows if not call.aligned else lambda x: x
+    q, k, v = map(as_read, inputs[:3])
+    batch, n_heads, n_q, head_dim = q.shape
+    o_shape, o_strides = rows_layout(q)
+    lse_shape, lse_strides = lse_layout(q)
+    # Step 1 holds q and o in shared memory: 64 queries at D = 128 do not fit in 48 KB.
+    warps = WARPS if head_dim <= 64 or step > 1 else WARPS // 2
+    n_tiles = -(-n_q // (warps * 16))
+    constants = nvrtc.constants(
+        TYPE=nvrtc.TYPES[call.problem.dtype], HEAD_DIM=head_dim, WARPS=warps, STEP=step
+    )
+    bound = Bound(
+        nvrtc.Source(WMMA_STEPS, constants), call.target.capability,
+        (n_tiles * batch * n_heads,), warps * nvrtc.WARP,
         *row_strides(q), *row_strides(k), *row_strides(v), *o_strides[:3],
         n_heads, n_heads // k.shape[1], n_q, k.shape[2], n_tiles, int(call.problem["causal"]),
     )  # fmt: skip
@@ -132,3 +164,13 @@ FORWARD_CUTE = Kernel("cuda", empty, prepare_cute, options=OPTIONS, compiled_for
 BACKWARD_WMMA = Kernel(
     "cuda", empty_backward, prepare_backward, options=OPTIONS, compiled_for=_BUILT
 )
+
+
+def _step(step: int) -> Kernel:
+    by = partial(prepare_wmma_step, step=step)
+    return Kernel("cuda", empty, by, options=OPTIONS, compiled_for=_BUILT)
+
+
+FORWARD_WMMA_STEP_1 = _step(1)
+FORWARD_WMMA_STEP_2 = _step(2)
+FORWARD_WMMA_STEP_3 = _step(3)
