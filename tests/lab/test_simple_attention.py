@@ -10,7 +10,7 @@ from tests.ops.problems import DEVICE
 from tnp.ops import attention
 
 CASES = [
-    ("float16", 1, 1, 64, {}),
+    ("float16", 1, 1, 16, {}),
     ("bfloat16", 70, 33, 64, {"n_kv_heads": 2, "lse": True}),
     ("float16", 33, 65, 64, {"causal": True}),  # several tiles of queries, with an offset
     ("bfloat16", 50, 20, 64, {"causal": True}),  # the first 30 queries see no key
@@ -43,5 +43,5 @@ def test_refusals():
     refuses = partial(refused, "attention", "simple", "float16", batch=1, n_heads=2, n_q=9)
     assert refuses(n_k=256, head_dim=64) is None and refuses(n_k=128, head_dim=128) is None
     assert "holds 128 keys and there are 129" in refuses(n_k=129, head_dim=128)
-    assert "64, 128, not 80" in refuses(n_k=9, head_dim=80)
+    assert "16, 32, 64, 128, not 80" in refuses(n_k=9, head_dim=80)
     assert refuses(n_k=9, head_dim=64, wanted=("q",)) == "it is forward only"

@@ -65,7 +65,7 @@ WMMA_STEP_1, WMMA_STEP_2, WMMA_STEP_3 = (
 )
 
 
-MAX_KEYS = {64: 256, 128: 128}  # in one tile of `simple`, by head_dim: more spill
+MAX_KEYS = {16: 256, 32: 256, 64: 256, 128: 128}  # in one tile of `simple`, by head_dim: more spill
 _triton = triton_from(80)
 
 
