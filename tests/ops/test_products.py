@@ -80,6 +80,8 @@ def test_default_tiles_fill_a_gpu_and_fit_its_shared_memory():
                 in_flight = (config.block_m + config.block_n) * config.block_k * config.num_stages
                 assert 2 * in_flight <= target.shared_bytes
             assert first.block_m < 2 * max(m, 9)
+            if model != "T4":  # no tile of 64 rows fits its shared memory
+                assert first.block_m >= min(m // 2, 64)
     large = triton_product.configs(Call(problem, devices.named("H200")))[0]
     assert (large.block_m, large.block_n) == (128, 128)
 
