@@ -6,14 +6,7 @@ import pytest
 import torch
 
 from tests.lab import emulation
-from tests.lab.test_cuda import (  # noqa: F401
-    H200,
-    assert_within_budget,
-    emulates,
-    here,
-    judged,
-    refused,
-)
+from tests.lab.judging import H200, assert_within_budget, emulates, judged, refused
 from tnp.dispatch import devices, launcher, plans
 from tnp.gates.poison import Poisoned
 from tnp.ops.cross_entropy import IGNORE_INDEX, OPERATOR, reference
@@ -41,7 +34,7 @@ def gradient(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return plan.backward((torch.ones(()),), kept, saved, ())[0]
 
 
-def test_it_refuses_in_a_sentence(here):  # noqa: F811
+def test_it_refuses_in_a_sentence(here):
     for dtype in ("bfloat16", "float16", "float32"):
         assert refusal(dtype, classes=262_144) is None
         assert refusal(dtype, ("logits",), classes=128_256) is None
@@ -55,7 +48,7 @@ def test_it_refuses_in_a_sentence(here):  # noqa: F811
 
 
 @pytest.mark.parametrize("classes, at_once", [(128_256, 8), (50_257, 1)])
-def test_a_block_a_row_and_one_for_the_mean(classes, at_once, here):  # noqa: F811
+def test_a_block_a_row_and_one_for_the_mean(classes, at_once, here):
     logits = torch.empty(7, classes, dtype=torch.float16, device="meta")
     target, noted = torch.empty(7, dtype=torch.int64, device="meta"), []
     with launcher.watched_others(noted.append):
@@ -78,7 +71,7 @@ def test_a_block_a_row_and_one_for_the_mean(classes, at_once, here):  # noqa: F8
     ("float32", 3, 1, {}),
     ("float32", THREADS + 9, 10, {"ignored": 3}),  # more rows than threads of the mean's block
 ])  # fmt: skip
-def test_it_is_within_its_budget(dtype, rows, classes, drawn, here):  # noqa: F811
+def test_it_is_within_its_budget(dtype, rows, classes, drawn, here):
     case = OPERATOR.case(dtype, rows, classes, **drawn)
     assert_within_budget("cross_entropy", "online", case)
 
@@ -90,7 +83,7 @@ def test_it_is_within_its_budget(dtype, rows, classes, drawn, here):  # noqa: F8
     ("float32", 257, {"magnitude": 1e4, "ignored": 2}),
 ])  # fmt: skip
 def test_gradients_are_right_with_the_numbers_that_the_kernel_saves(
-    dtype, classes, drawn, here  # noqa: F811
+    dtype, classes, drawn, here
 ):  # fmt: skip
     case = OPERATOR.case(dtype, 7, classes, **drawn)
     assert_within_budget("cross_entropy", "online", case, wanted=("logits",))
@@ -98,7 +91,7 @@ def test_gradients_are_right_with_the_numbers_that_the_kernel_saves(
 
 @emulates
 @pytest.mark.parametrize("padded", [16, 3])
-def test_logits_and_targets_have_any_strides(padded, here):  # noqa: F811
+def test_logits_and_targets_have_any_strides(padded, here):
     """NaN lies beside the rows, a number that is no class between the targets."""
     padding = torch.full((5, 1000 + padded), NAN)
     rows, targets = padding[:, :1000], torch.full((10,), 1000)[::2]
@@ -110,7 +103,7 @@ def test_logits_and_targets_have_any_strides(padded, here):  # noqa: F811
 
 
 @emulates
-def test_a_row_has_the_logarithm_of_its_own_sum(here):  # noqa: F811
+def test_a_row_has_the_logarithm_of_its_own_sum(here):
     """The tolerance is some float32 roundings: 2 ulp of expf and logf, and the sums of a row."""
     logits, target = torch.randn(4, 1000) * 30, torch.tensor([1, 2, IGNORE_INDEX, 3])
     _, m, s, per_target = run(logits, target)
@@ -123,7 +116,7 @@ def test_a_row_has_the_logarithm_of_its_own_sum(here):  # noqa: F811
 
 
 @emulates
-def test_infinities_and_nan_equal_pytorchs(here):  # noqa: F811
+def test_infinities_and_nan_equal_pytorchs(here):
     logits = torch.randn(5, 600)
     logits[0, :599] = logits[1] = -INF
     logits[2, 77], logits[3, 599], logits[4] = INF, NAN, -3e38
@@ -134,7 +127,7 @@ def test_infinities_and_nan_equal_pytorchs(here):  # noqa: F811
 
 
 @emulates
-def test_ignored_rows_are_not_read_and_no_target_is_nan(here):  # noqa: F811
+def test_ignored_rows_are_not_read_and_no_target_is_nan(here):
     logits, target = torch.randn(3, 40), torch.tensor([1, IGNORE_INDEX, 2])
     expected = reference(logits, target)
     logits[1] = NAN
@@ -146,7 +139,7 @@ def test_ignored_rows_are_not_read_and_no_target_is_nan(here):  # noqa: F811
 
 @emulates
 @pytest.mark.parametrize("wrong", [40, -1, 2**40])
-def test_a_target_that_is_no_class_makes_its_row_nan(wrong, here):  # noqa: F811
+def test_a_target_that_is_no_class_makes_its_row_nan(wrong, here):
     logits, target = torch.randn(3, 40), torch.tensor([1, wrong, 2])
     assert run(logits, target)[0].isnan()
     assert gradient(logits, target).isnan().all(1).tolist() == [False, True, False]
@@ -161,7 +154,7 @@ def test_a_target_that_is_no_class_makes_its_row_nan(wrong, here):  # noqa: F811
     (THREADS + 9, "row < n_rows;", "row < THREADS;"),
 ])  # fmt: skip
 def test_a_fault_in_the_source_exceeds_the_tolerance(
-    rows, right, wrong, here, monkeypatch  # noqa: F811
+    rows, right, wrong, here, monkeypatch
 ):  # fmt: skip
     def faulty(source, architecture):
         text = source.path.read_text()

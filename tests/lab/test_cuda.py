@@ -1,6 +1,5 @@
 """Tests CUDA C++ without a GPU: refusals, launches, and sources that run on this CPU."""
 
-from dataclasses import replace
 from functools import partial
 from importlib.metadata import entry_points
 
@@ -8,52 +7,27 @@ import pytest
 import torch
 
 from tests.lab import emulation
-from tnp.dispatch import devices, launcher, plans, selection
-from tnp.dispatch.devices import Target
+from tests.lab.judging import H200, assert_within_budget, bound, emulates, judged, refused
+from tnp.dispatch import devices, plans, selection
 from tnp.dispatch.registry import catalog
 from tnp.dispatch.spec import Call
 from tnp.experiment import code_hash, kernel_code
-from tnp.gates.poison import Poisoned, guarded
-from tnp.gates.results import Setting, compute
 from tnp.ops import attention, softmax
 from tnp_lab import launch, nvrtc
 from tnp_lab.cuda_rows import vector
 from tnp_lab.softmax import ONE_PASS_WIDTH
 from tnp_lab.softmax.cuda_softmax import MOST_THREADS, ONE_PASS, shape
 
-H200 = devices.named("nvidia-h200")
 IN_CUDA = [("softmax", "three_passes"), ("softmax", "one_pass"), ("attention", "wmma")]
 STEPS = ("wmma_step_1", "wmma_step_2", "wmma_step_3")  # of `wmma_steps.cu`
-DEVICE = torch.device("cpu")
 INF = float("inf")
 
 compiles = pytest.mark.skipif(
     nvrtc.missing() is not None, reason=f"CUDA C++ does not compile here: {nvrtc.missing()}"
 )
-emulates = pytest.mark.skipif(emulation.COMPILER is None, reason="g++ is not installed")
 emulates_cute = pytest.mark.skipif(
     not (nvrtc.cutlass() and nvrtc.shutil.which("nvcc")), reason="CUTLASS or nvcc is not here"
 )
-
-
-@pytest.fixture
-def here(monkeypatch):
-    """Pretends that a compiler is here. Kernels then run on this CPU."""
-    nvrtc.missing.cache_clear()
-    monkeypatch.setattr(nvrtc, "_is_installed", lambda module: True)
-    monkeypatch.setattr(nvrtc, "_nvrtc_is_here", lambda: True)
-    monkeypatch.setattr(launch, "loaded", emulation.loaded)
-    yield
-    nvrtc.missing.cache_clear()
-
-
-def refused(op: str, name: str, dtype: str, wanted=(), target: Target = H200, **sizes) -> str:
-    operator = catalog().operator(op)
-    reason = (
-        catalog().load(op, name).refuses(Call(operator.problem(dtype, **sizes), target, wanted))
-    )
-    assert reason is None or "\n" not in reason
-    return reason
 
 
 @pytest.mark.parametrize("entry", sorted(
@@ -166,20 +140,6 @@ def test_16_bytes_are_read_at_once_where_every_row_begins_at_them():
     assert vector("float32", 1001, True) == 1
 
 
-def bound(op: str, name: str, case, options=()) -> launch.Bound:
-    """Returns the launch of a case's inputs on the meta device, where nothing runs."""
-    from tnp.ops._shared.random_values import Random
-
-    operator, noted = catalog().operator(op), []
-    drawn = operator.draw(case, Random(case, torch.device("meta")))
-    inputs = tuple(drawn.get(name) for name in operator.tensors)
-    plan = plans.build(operator, name, inputs, operator.call_options(case.problem), (), H200)
-    with launcher.watched_others(noted.append):
-        plan.forward(inputs, operator.numbers)
-    (found,) = noted
-    return found
-
-
 @pytest.mark.parametrize("rows, width, name, blocks, threads", [
     (7, 100, "three_passes", 7, 256),
     (7, 8192, "one_pass", 7, 512),
@@ -219,30 +179,6 @@ def test_a_launch_is_noted_with_the_hash_of_its_source(here):
 
 
 # --------------------------------------------------------------------------------------- numerics
-
-
-def judged(op: str, name: str, case, wanted=()) -> list[tuple[str, float, float]]:
-    """Judges results of a case against float64. Memory that is not written is NaN."""
-    operator = catalog().operator(op)
-    found = catalog().load(op, name)
-    setting = replace(Setting.of(operator, found, case, DEVICE), wanted=wanted)
-    setting = setting.with_upstream(setting.upstream)
-    inputs = {n: x if x is None else guarded(x.detach()) for n, x in setting.inputs.items()}
-    options = tuple(setting.options.items())
-    plan = plans.build(operator, name, tuple(inputs.values()), options, wanted, H200)
-
-    def function(*arguments):
-        n = len(operator.tensors)
-        return plan.run(arguments[:n], arguments[n:])
-
-    with Poisoned():
-        results = compute(operator, case.problem, function, inputs, wanted, setting.upstream)
-    return list(setting.judged(results))
-
-
-def assert_within_budget(*arguments, **named):
-    for result, ratio, allowed in judged(*arguments, **named):
-        assert ratio <= allowed, result
 
 
 STRIDED = ("bfloat16", 9, 100, {"batch": 3, "start": 1})  # and not at multiples of 16 bytes

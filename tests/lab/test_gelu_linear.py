@@ -7,14 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.lab import emulation
-from tests.lab.test_cuda import (  # noqa: F401
-    H200,
-    assert_within_budget,
-    emulates,
-    here,
-    judged,
-    refused,
-)
+from tests.lab.judging import H200, assert_within_budget, emulates, judged, refused
 from tnp.dispatch import devices, launcher, plans
 from tnp.gates.checks import error_ratio
 from tnp.gates.poison import Poisoned
@@ -31,7 +24,7 @@ def planned(*inputs: torch.Tensor) -> plans.KernelPlan:
     return plans.build(GELU_LINEAR, "wmma", inputs, (), (), H200)
 
 
-def test_it_refuses_in_a_sentence(here):  # noqa: F811
+def test_it_refuses_in_a_sentence(here):
     assert refusal("float16") is None and refusal("bfloat16", ("weight",)) is None
     assert "not float32" in refusal("float32")
     old = partial(refusal, target=devices.of_capability(75))
@@ -41,7 +34,7 @@ def test_it_refuses_in_a_sentence(here):  # noqa: F811
     assert "7.5 or newer" in refusal("float16", target=devices.of_capability(70))
 
 
-def test_one_launch_has_a_block_for_each_tile(here):  # noqa: F811
+def test_one_launch_has_a_block_for_each_tile(here):
     x, weight, bias = (
         torch.empty(*shape, device="meta") for shape in [(257, 64), (129, 64), (129,)]
     )
@@ -67,19 +60,19 @@ def test_only_rows_that_cannot_be_read_as_they_are_become_copies():
     ("bfloat16", 20, 64, 136, {"half": True}),  # packs of 16 bytes, some past the last column
     ("bfloat16", 1, 1, 1, {}),
 ])  # fmt: skip
-def test_it_is_within_its_budget(dtype, rows, n_in, n_out, kind, here):  # noqa: F811
+def test_it_is_within_its_budget(dtype, rows, n_in, n_out, kind, here):
     assert_within_budget("gelu_linear", "wmma", GELU_LINEAR.case(dtype, rows, n_in, n_out, **kind))
 
 
 @emulates
-def test_gradients_are_right_with_the_z_that_the_kernel_saves(here):  # noqa: F811
+def test_gradients_are_right_with_the_z_that_the_kernel_saves(here):
     case = GELU_LINEAR.case("float16", 17, 24, 40)
     assert_within_budget("gelu_linear", "wmma", case, wanted=("x", "weight", "bias"))
 
 
 @emulates
 @pytest.mark.parametrize("start, n_in", [(8, 40), (1, 40), (0, 39)])
-def test_numbers_beside_a_view_are_not_read(start, n_in, here):  # noqa: F811
+def test_numbers_beside_a_view_are_not_read(start, n_in, here):
     """Rows lie among NaN. Some start, or end, between multiples of 16 bytes."""
     whole = torch.full((2, 10, 56), float("nan")).half()
     x = whole[..., start : start + n_in]
@@ -95,7 +88,7 @@ def test_numbers_beside_a_view_are_not_read(start, n_in, here):  # noqa: F811
 
 
 @emulates
-def test_large_numbers_infinities_and_nan_equal_pytorchs(here):  # noqa: F811
+def test_large_numbers_infinities_and_nan_equal_pytorchs(here):
     large = [1e4, -1e4, 1e30, -1e30, float("inf"), -float("inf"), float("nan"), -0.0]
     x, weight, bias = torch.zeros(1, 8).bfloat16(), torch.zeros(8, 8), torch.tensor(large)
     y = planned(x, weight, bias).run((x, weight, bias), ())
@@ -109,7 +102,7 @@ def test_large_numbers_infinities_and_nan_equal_pytorchs(here):  # noqa: F811
     ("__syncthreads();  // sums", "// sums"),
     ("0.044715f", "0.44715f"),
 ])  # fmt: skip
-def test_a_fault_in_the_source_exceeds_the_tolerance(right, wrong, here, monkeypatch):  # noqa: F811
+def test_a_fault_in_the_source_exceeds_the_tolerance(right, wrong, here, monkeypatch):
     def faulty(source: nvrtc.Source, architecture: str) -> launch.Launch:
         text = source.path.read_text()
         assert right in text

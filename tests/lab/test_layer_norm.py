@@ -6,14 +6,7 @@ import pytest
 import torch
 
 from tests.lab import emulation
-from tests.lab.test_cuda import (  # noqa: F401
-    H200,
-    assert_within_budget,
-    emulates,
-    here,
-    judged,
-    refused,
-)
+from tests.lab.judging import H200, assert_within_budget, emulates, judged, refused
 from tnp.dispatch import devices, launcher, plans
 from tnp.gates.checks import error_ratio
 from tnp.gates.poison import Poisoned
@@ -37,7 +30,7 @@ def assert_equals_the_formula(*inputs: torch.Tensor) -> None:
     assert error_ratio(y, reference(*inputs, EPS), exact) <= OPERATOR.budget.outputs
 
 
-def test_it_refuses_in_a_sentence(here):  # noqa: F811
+def test_it_refuses_in_a_sentence(here):
     for dtype in ("bfloat16", "float16", "float32"):
         assert refusal(dtype, width=MAX_WIDTH) is None
         assert refusal(dtype, ALL, width=MAX_WIDTH) is None
@@ -58,7 +51,7 @@ def test_it_refuses_in_a_sentence(here):  # noqa: F811
     (9, 513, 9, 64, 1),
 ])  # fmt: skip
 def test_one_launch_reads_16_bytes_at_once_where_it_can(
-    rows, width, blocks, threads, at_once, here  # noqa: F811
+    rows, width, blocks, threads, at_once, here
 ):  # fmt: skip
     x, weight, bias = (torch.empty(*s, device="meta") for s in [(rows, width), (width,), (width,)])
     noted = []
@@ -81,20 +74,20 @@ def test_one_launch_reads_16_bytes_at_once_where_it_can(
     ("float32", 2, 4100, {"offset": 1e4}),
     ("float32", 2, 768, {"magnitude": 1e-3}),
 ])  # fmt: skip
-def test_it_is_within_its_budget(dtype, rows, width, drawn, here):  # noqa: F811
+def test_it_is_within_its_budget(dtype, rows, width, drawn, here):
     assert_within_budget("layer_norm", "one_pass", OPERATOR.case(dtype, rows, width, **drawn))
 
 
 @emulates
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_gradients_are_right_with_the_statistics_that_the_kernel_saves(dtype, here):  # noqa: F811
+def test_gradients_are_right_with_the_statistics_that_the_kernel_saves(dtype, here):
     case = OPERATOR.case(dtype, 9, 100, batch=3, start=1)
     assert_within_budget("layer_norm", "one_pass", case, wanted=ALL)
 
 
 @emulates
 @pytest.mark.parametrize("start, width", [(8, 40), (1, 40), (0, 39)])
-def test_numbers_beside_a_view_are_not_read(start, width, here):  # noqa: F811
+def test_numbers_beside_a_view_are_not_read(start, width, here):
     """Rows lie among NaN. Some start, or end, between multiples of 16 bytes."""
     whole = torch.full((2, 10, 56), float("nan")).half()
     x = whole[..., start : start + width]
@@ -103,7 +96,7 @@ def test_numbers_beside_a_view_are_not_read(start, width, here):  # noqa: F811
 
 
 @emulates
-def test_x_and_parameters_have_any_strides_and_dtypes(here):  # noqa: F811
+def test_x_and_parameters_have_any_strides_and_dtypes(here):
     x = torch.randn(64, 9).bfloat16().t()
     strided, shifted = torch.randn(128)[::2], torch.randn(65)[1:]
     assert_equals_the_formula(x, strided.bfloat16(), shifted)
@@ -112,7 +105,7 @@ def test_x_and_parameters_have_any_strides_and_dtypes(here):  # noqa: F811
 
 
 @emulates
-def test_infinities_and_nan_stay_in_their_row(here):  # noqa: F811
+def test_infinities_and_nan_stay_in_their_row(here):
     x, weight, bias = torch.randn(6, 130), torch.randn(130), torch.randn(130)
     x[1, 77], x[2, 0], x[4, 129] = float("inf"), -float("inf"), float("nan")
     y = planned(x, weight, bias).run((x, weight, bias), (EPS,))
@@ -130,7 +123,7 @@ def test_infinities_and_nan_stay_in_their_row(here):  # noqa: F811
      "squares += (held[u][j] + center) * (held[u][j] + center) - center * center;"),
     ("rstd[row] = scale", "rstd[row] = scale * scale"),
 ])  # fmt: skip
-def test_a_fault_in_the_source_exceeds_the_tolerance(right, wrong, here, monkeypatch):  # noqa: F811
+def test_a_fault_in_the_source_exceeds_the_tolerance(right, wrong, here, monkeypatch):
     def faulty(source, architecture):
         text = source.path.read_text()
         assert right in text

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.lab.test_cuda import H200, assert_within_budget, emulates, here  # noqa: F401
+from tests.lab.judging import H200, assert_within_budget, emulates
 from tests.ops.problems import DEVICE
 from tnp.dispatch import launcher, plans, selection
 from tnp.dispatch.spec import Call
@@ -72,12 +72,12 @@ def test_refusals(x, error, message):
     ("shuffles", "float16", 9, 100, {"batch": 3, "start": 1}),  # strided, and not aligned
     ("shuffles", "float16", 3, 1, {}),
 ])  # fmt: skip
-def test_cuda_is_within_its_budget(name, dtype, rows, width, kind, here):  # noqa: F811
+def test_cuda_is_within_its_budget(name, dtype, rows, width, kind, here):
     assert_within_budget("row_sum", name, OPERATOR.case(dtype, rows, width, **kind))
 
 
 @pytest.mark.parametrize("name", IN_CUDA)
-def test_a_block_a_row_and_never_chosen_but_by_its_name(name, here):  # noqa: F811
+def test_a_block_a_row_and_never_chosen_but_by_its_name(name, here):
     noted = []
     with launcher.watched_others(noted.append):
         summed(torch.empty(7, 800, dtype=torch.float16, device="meta"), name)

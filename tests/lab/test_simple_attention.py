@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.lab.test_cuda import assert_within_budget, refused
+from tests.lab.judging import assert_within_budget, refused
 from tests.ops.problems import DEVICE
 from tnp.ops import attention
 
