@@ -217,8 +217,7 @@ def candidates(call: Call, m: int, n: int, k: int) -> tuple[MatmulConfig, ...]:
     filling = [
         config
         for config in high_enough
-        if triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
-        >= target.multiprocessors
+        if triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n) >= target.multiprocessors
     ]
     default = (filling or high_enough[-1:])[0]
     return default, *[config for config in fitting if config != default]
