@@ -44,6 +44,7 @@ PROBLEMS = [
     *map("/".join, product((*STEPS, "wmma", "cute"), ("64", "128"), ("full", "causal", "grouped"))),
     *map("/".join, product(("cute",), ("32",), ("full", "causal", "grouped"))),
     *map("/".join, product(("gelu_linear",), ("64",), ("full", "ragged"))),
+    *map("/".join, product(("rows",), ("333", "4096"), ("few", "many"))),
 ]
 
 
@@ -124,14 +125,41 @@ def gelu_and_linear(head_dim: int, kind: str) -> None:
     gelu_linear(x.detach(), weight.detach(), bias.detach(), implementation="wmma")
 
 
+def of_rows(width: int, kind: str) -> None:
+    """Runs every reduction over rows in CUDA C++, with gradients where it has them."""
+    from tnp.ops.cross_entropy import cross_entropy
+    from tnp.ops.layer_norm import layer_norm
+    from tnp.ops.softmax import softmax
+    from tnp_lab.row_sum import row_sum
+
+    like = {"device": "cuda", "dtype": torch.bfloat16}
+    x = torch.randn(3 if kind == "few" else N, width, **like)
+    for implementation in ("three_passes", "one_pass"):
+        softmax(x, implementation=implementation)
+    for implementation in ("tree", "shuffles"):
+        row_sum(x, implementation=implementation)
+    trained, gain = x.clone().requires_grad_(), torch.ones(width, **like, requires_grad=True)
+    layer_norm(trained, gain, torch.zeros_like(gain), implementation="one_pass").sum().backward()
+    targets = torch.randint(width, (len(x),), device="cuda")
+    cross_entropy(trained, targets, implementation="online").backward()
+
+
+OTHERS = {
+    "decode": decode,
+    "buffered": buffered,
+    "draw": draw,
+    "gelu_linear": gelu_and_linear,
+    "rows": of_rows,
+}
+
+
 def run(problem: str) -> None:
     """Runs a child's problem."""
-    implementation, head_dim, kind = problem.split("/")
-    others = {"decode": decode, "buffered": buffered, "draw": draw, "gelu_linear": gelu_and_linear}
-    if implementation in others:
-        others[implementation](int(head_dim), kind)
+    what, size, kind = problem.split("/")
+    if what in OTHERS:
+        OTHERS[what](int(size), kind)
     else:
-        attend(implementation, int(head_dim), kind)
+        attend(what, int(size), kind)
     torch.cuda.synchronize()
 
 

@@ -39,8 +39,8 @@ def test_what_became_of_a_child(tmp_path, monkeypatch, code, said):
 
 
 def test_every_kind_of_problem_is_among_them():
-    n = 3 * 2 * 9 + 4 + 4 + 2 + (5 * 2 + 1) * 3 + 2
+    n = 3 * 2 * 9 + 4 + 4 + 2 + (5 * 2 + 1) * 3 + 2 + 4
     assert len(set(sanitizer.PROBLEMS)) == len(sanitizer.PROBLEMS) == n
     named = "fused/64/by_head", "decode/128/pages", "cute/128/causal", "gelu_linear/64/ragged"
-    for one in (*named, "wmma_step_1/64/full"):
+    for one in (*named, "wmma_step_1/64/full", "rows/333/few"):
         assert one in sanitizer.PROBLEMS
