@@ -80,10 +80,21 @@ def test_default_tiles_fill_a_gpu_and_fit_its_shared_memory():
                 in_flight = (config.block_m + config.block_n) * config.block_k * config.num_stages
                 assert 2 * in_flight <= target.shared_bytes
             assert first.block_m < 2 * max(m, 9)
-            if model != "T4":  # no tile of 64 rows fits its shared memory
-                assert first.block_m >= min(m // 2, 64)
     large = triton_product.configs(Call(problem, devices.named("H200")))[0]
     assert (large.block_m, large.block_n) == (128, 128)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("m, n, block_m, n_tiles", [
+    (128, 4096, 64, 128), (128, 2048, 64, 64), (64, 4096, 64, 64),
+    (128, 1024, 16, 128),  # tiles of 64 rows would leave three quarters of an H200 idle
+    (40, 4096, 16, 192),
+])  # fmt: skip
+def test_low_tiles_are_for_few_rows_or_few_columns(m, n, block_m, n_tiles, dtype):
+    problem = MATMUL.problem(dtype, m=m, n=n, k=1024)
+    first = triton_product.configs(Call(problem, devices.named("H200")))[0]
+    assert first.block_m == block_m
+    assert -(-m // first.block_m) * -(-n // first.block_n) == n_tiles
 
 
 def test_nothing_is_saved_without_a_gradient():

@@ -65,7 +65,8 @@ WMMA_STEP_1, WMMA_STEP_2, WMMA_STEP_3 = (
 )
 
 
-MAX_KEYS = {16: 256, 32: 256, 64: 256, 128: 128}  # in one tile of `simple`, by head_dim: more spill
+# Keys in one tile of `simple`, by head_dim: with more, registers may spill on some GPU.
+MAX_KEYS = {16: 128, 32: 128, 64: 256, 128: 128}
 _triton = triton_from(80)
 
 

@@ -45,7 +45,7 @@ CONFIGS = {
 # from shared memory to the tensor cores. REGISTER_SUMS: operands take registers. RAGGED_SUMS: rows
 # are not aligned, and elements are loaded one by one.
 MOST_SUMS, REGISTER_SUMS, RAGGED_SUMS = 128, 64, 32
-MOST_LOW = 64  # rows: a tile so high, or higher, is never too low
+HIGH = 64  # rows of a tile that reads b seldom enough
 TMA_FROM = 90  # compute capability
 ALIGNMENT = 16  # bytes, of rows that TMA reads, and of vectors
 
@@ -197,9 +197,9 @@ def configs(call: Call) -> tuple[MatmulConfig, ...]:
 def candidates(call: Call, m: int, n: int, k: int) -> tuple[MatmulConfig, ...]:
     """Returns the tiles that fit a result [m, n] of inner size k.
 
-    The first is not higher than twice the number of rows, nor lower than half of them and than 64:
-    every row of tiles reads b again. The largest such tile that gives every multiprocessor one is
-    taken, and if none does, the smallest.
+    The first is lower than twice the rows, and of such tiles the first in CONFIGS that gives every
+    multiprocessor one, else the last. Low tiles read b again for each few rows: from HIGH rows on,
+    tiles of HIGH rows are taken instead if they give a third of the multiprocessors one.
     """
     size, target = call.problem.itemsize, call.target
     most = MOST_SUMS if target.capability >= TMA_FROM else REGISTER_SUMS
@@ -211,15 +211,20 @@ def candidates(call: Call, m: int, n: int, k: int) -> tuple[MatmulConfig, ...]:
         if config.block_m * config.block_n <= most * 32 * config.num_warps
         and (target.kind != "cuda" or _shared_bytes(config, size) <= target.shared_bytes)
     ]
-    high_enough = [
-        config for config in fitting if min(m // 2, MOST_LOW) <= config.block_m < 2 * m
-    ] or fitting[-1:]
-    filling = [
-        config
-        for config in high_enough
-        if triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n) >= target.multiprocessors
-    ]
-    default = (filling or high_enough[-1:])[0]
+
+    def n_tiles(config: MatmulConfig) -> int:
+        return triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
+
+    low_enough = [config for config in fitting if config.block_m < 2 * m] or fitting[-1:]
+    filling = [config for config in low_enough if n_tiles(config) >= target.multiprocessors]
+    default = (filling or low_enough[-1:])[0]
+    if default.block_m < HIGH <= m:
+        high = [
+            config
+            for config in low_enough
+            if config.block_m >= HIGH and 3 * n_tiles(config) >= target.multiprocessors
+        ]
+        default = (high or [default])[-1]
     return default, *[config for config in fitting if config != default]
 
 
