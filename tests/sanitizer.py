@@ -125,8 +125,8 @@ def gelu_and_linear(head_dim: int, kind: str) -> None:
     gelu_linear(x.detach(), weight.detach(), bias.detach(), implementation="wmma")
 
 
-def of_rows(width: int, kind: str) -> None:
-    """Runs every reduction over rows in CUDA C++, with gradients where it has them."""
+def reduce_rows(width: int, kind: str) -> None:
+    """Runs every reduction in CUDA C++. Gradients of layer norm and cross-entropy are Triton's."""
     from tnp.ops.cross_entropy import cross_entropy
     from tnp.ops.layer_norm import layer_norm
     from tnp.ops.softmax import softmax
@@ -149,17 +149,17 @@ OTHERS = {
     "buffered": buffered,
     "draw": draw,
     "gelu_linear": gelu_and_linear,
-    "rows": of_rows,
+    "rows": reduce_rows,
 }
 
 
 def run(problem: str) -> None:
     """Runs a child's problem."""
-    what, size, kind = problem.split("/")
-    if what in OTHERS:
-        OTHERS[what](int(size), kind)
+    name, size, kind = problem.split("/")
+    if name in OTHERS:
+        OTHERS[name](int(size), kind)
     else:
-        attend(what, int(size), kind)
+        attend(name, int(size), kind)
     torch.cuda.synchronize()
 
 

@@ -45,7 +45,7 @@ def of_gate(gate: str) -> Found:
     for operator in _operators_of(gate):
         for name in catalog().names(operator.name):
             one = catalog().listed(operator.name, name)
-            if one.provider == "torch" and gate != COMPILED or _runs(gate, one):
+            if (one.provider == "torch" and gate != COMPILED) or _runs(gate, one):
                 found |= of_operator(operator.name, name, GATE, "")
     return found
 

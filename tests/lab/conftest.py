@@ -1,4 +1,4 @@
-"""Gives tests of CUDA C++ what they share."""
+"""Shares a fixture among tests of the lab."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Refuses, launches and judges implementations in CUDA C++ without a GPU."""
+"""Refuses, launches and judges implementations of the lab without a GPU."""
 
 from dataclasses import replace
 

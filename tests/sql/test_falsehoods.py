@@ -89,6 +89,8 @@ def test_a_slow_build_makes_no_result_wrong(store: Store) -> None:
     spills = run("k", check("kernels", "a build", 8.0, 0.0, passed=False))
     query = store(gate("g"), spills, run("r", step("fused", [1.0]), gates="proof|kernels"))
     assert one(query, JUDGED)["gated"] is True
+    alone = store(spills, run("r", step("fused", [1.0]), gates="kernels"))
+    assert one(alone, JUDGED)["gated"] is None
 
 
 # 3

@@ -136,6 +136,9 @@ def test_the_gate_of_the_whole_model_of_ours_has_every_kernel_among_its_sources(
     # Nor has it kernels to learn from, which "auto" never chooses.
     assert not any("wmma" in name for name in sources.of_gate("skip_unread"))
     assert any("wmma" in name for name in sources.of_gate("tolerances"))
+    # The gate names these two.
+    for name in ("separate", "fused"):
+        assert catalog().load("attention", name).selectable
     # Otherwise an edited kernel would void what PyTorch's steps wait for.
     for gate in ("baseline", "checkpointing", "cuda_graphs"):
         assert used_kernels(sources.of_gate(gate)) == set()

@@ -115,7 +115,7 @@ from (
     ('equivalent', 'the loss differs by less than the margin'),
     ('exact_log_likelihood', 'held-out likelihood of the exact posterior, nats per target value'),
     ('family', 'operator whose implementations a variant names together with this one''s'),
-    ('fastest', 'no step at these sizes and of this precision is surely 1 % faster: several may be'),
+    ('fastest', 'no step of these sizes and this precision is surely more than 1 % faster'),
     ('figure', 'figure that shows the comparison'),
     ('first_day', 'first day of measurement, in UTC'),
     ('first_recorded_at', 'when the oldest row behind it was recorded'),

@@ -30,11 +30,11 @@ def _in_cute(call: Call) -> Reason:
 
 
 BACKWARD = Operation("attention.cuda_backward", ("tnp_lab.attention.cuda_attention:BACKWARD_WMMA",))
-_FORWARD_ONLY = {
+_TAKEN = {
     "dtypes": ("bfloat16", "float16"),
     "options": OPTIONS,
 }
-_LIMITS = {"backward": BACKWARD, **_FORWARD_ONLY}
+_LIMITS = {"backward": BACKWARD, **_TAKEN}
 WMMA = by_cuda(
     "wmma",
     "attention",
@@ -59,7 +59,7 @@ WMMA_STEP_1, WMMA_STEP_2, WMMA_STEP_3 = (
         f"tnp_lab.attention.cuda_attention:FORWARD_WMMA_STEP_{step}",
         _in_wmma,
         title=f"CUDA C++ with wmma, step {step}",
-        **_FORWARD_ONLY,
+        **_TAKEN,
     )
     for step in (1, 2, 3)
 )

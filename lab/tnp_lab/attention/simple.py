@@ -1,4 +1,7 @@
-"""Computes attention with few keys in the plainest kernel that there is: one to learn from.
+"""Computes attention with few keys in one simple kernel, to learn from.
+
+    s = scale·log2(e)·q kᵀ    m = max_j s_j    p = 2^(s − m)    l = Σ_j p_j
+    o = p v / l               lse = m + log2(l)
 
 A program has a tile of queries and all keys of its head. So it has whole rows of scores, and
 softmax needs no running maximum or sum. For speed and gradients, see

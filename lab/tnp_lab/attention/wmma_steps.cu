@@ -1,7 +1,7 @@
 // Attention forward on tensor cores through nvcuda::wmma: three steps on the way to wmma.cu.
 //
 // Formula, walk over the keys and softmax are those of wmma.cu: read its head first. STEP says how
-// far this kernel has come. Each step adds one idea to the step before:
+// far this kernel has come. Each step adds to the step before:
 //
 // STEP 1: tensor cores. A warp multiplies its own 16 queries by 32 keys at a time. All matrices lie
 //         in shared memory: q, keys, values, scores, weights and o. So q is read, and o is read and
@@ -13,7 +13,8 @@
 //         are read at once lie in the same banks, and are read one after the other.
 //
 // wmma.cu is the fourth step. Its next keys and values are on their way while these are multiplied,
-// and it multiplies o by 2^(m - m') only where a maximum grew.
+// and it multiplies o by 2^(m - m') only where a maximum grew. It also brings q through the keys'
+// place in shared memory, and multiplies by 1 / l.
 //
 // TYPE (__half, __nv_bfloat16), HEAD_DIM, WARPS and STEP come from the compiler's command line.
 

@@ -9,8 +9,8 @@ which keys a query sees.
 Our implementations, `separate` and `fused`, share the forward pass and differ in the backward pass.
 `separate` gives gradients that are equal from run to run. `fused` may add dq up in any order.
 `portable` is `separate` without Hopper's warp-specialized kernels. `e4m3` computes both products
-of the forward pass in 8 bits, and has the backward pass of `fused`. `tnp_lab` adds `wmma`,
-three steps on the way to it, and `cute`.
+of the forward pass in 8 bits, and has the backward pass of `fused`. `tnp_lab` adds `simple`,
+`wmma` with three steps on the way to it, and `cute`.
 """
 
 from __future__ import annotations
