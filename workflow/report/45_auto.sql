@@ -1,3 +1,4 @@
+-- topic: operators
 -- # What the automatic choice costs
 -- `auto` takes for each operator the fastest implementation of a table. A choice is judged if it
 -- and its alternatives were timed beside each other, all with evidence. Cost says how much slower
