@@ -1,9 +1,8 @@
-"""`python -m tests.sanitizer`: small problems of attention, decoding, a draw through a buffer and
-CUDA C++ under compute-sanitizer's memcheck and synccheck, and racecheck where asked, on a GPU; red
-where one found anything.
+"""`python -m tests.sanitizer` runs small problems under compute-sanitizer on a GPU.
 
-Each problem is a child of its own, with a time limit. The first of its tools compiles its kernels,
-and every tensor is an allocation of its own: beyond its end memcheck then sees nobody's memory.
+The tools are memcheck, synccheck and, with --racecheck, racecheck. The exit code is 1 if one found
+anything. Each problem is a process of its own, with a time limit. Every tensor is an allocation of
+its own, so that memcheck sees an access past its end.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Finds the definitions that a job depends on, in the sources, without importing anything.
 
-Jobs carry a fingerprint of them as a parameter, so that editing one kernel voids its own gate and
-benchmarks and nothing else, and a comment nothing at all.
+Each job carries a fingerprint of them as a parameter. An edited kernel voids only the jobs that run
+it, and an edited comment voids none.
 """
 
 import os
@@ -35,8 +35,8 @@ Found = dict[str, str]  # {"module:name" or a table's file: hash}
 def of_gate(gate: str) -> Found:
     """Returns the code of a gate of the model, or of one implementation ("op--swiglu--triton").
 
-    A gate of the model leaves our kernels out, whose own gates answer for them, but one. A gate
-    that runs our operators has those that "auto" may choose, and not what serves to learn from.
+    PyTorch's implementations are in it, except for gate `kernels`. Ours are in it if the gate runs
+    them: all of them for a gate of every operator, else those that "auto" may choose.
     """
     kind, *names = gate.split("--")
     if names:

@@ -1,4 +1,4 @@
-"""Tests the lab's simple attention, against float64 in the interpreter. A gate does on a GPU."""
+"""Tests the lab's simple attention in the interpreter. On a GPU its gate does."""
 
 from functools import partial
 
@@ -16,7 +16,7 @@ CASES = [
     ("bfloat16", 50, 20, 64, {"causal": True}),  # the first 30 queries see no key
     ("float16", 33, 256, 64, {"base2": True, "magnitude": 8.0}),
     ("bfloat16", 65, 128, 128, {"causal": True}),
-    ("bfloat16", 20, 30, 32, {"n_kv_heads": 0}),  # as many heads of keys as of queries
+    ("bfloat16", 20, 30, 32, {"n_kv_heads": 0}),  # heads share no keys
 ]
 
 

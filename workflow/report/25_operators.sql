@@ -12,8 +12,7 @@
 -- The measured rate is that of a large matmul, a memory copy or a sum that only reads, on this GPU,
 -- whichever binds. It is no bound: a faster kernel has a share above 100 %.
 --
--- Embedding and projections have gates and no benchmark of their own; the ablation times them. A
--- row with evidence and without a ratio was not timed beside its fastest peer.
+-- A row with evidence and without a ratio was not timed beside its fastest peer.
 -- [docs/limits.md](../docs/limits.md) has a case where `torch.compile` chose differently on two
 -- machines.
 select

@@ -14,9 +14,9 @@
 -- variant names. `concerned` is false where no check is about the choice of `auto`. It is false for
 -- gate `baseline` too, which every step waits for, where its checks are about another attention
 -- than the step's, and another gate has checks about the step's. A run that was killed or took too
--- long decides nothing, unless a check was red by then. Early rows waited for gate `kernels` too,
--- which finds slow builds, not wrong ones: it decides nothing here. Runs without kept evidence wait
--- for nothing and decide nothing.
+-- long decides nothing, unless a check was red by then. Early rows name gate `kernels` too, which
+-- finds slow builds and no wrong results: this query drops it. Runs without kept evidence wait for
+-- nothing and decide nothing.
 create or replace table gate_evidence as
 with measured as (
     select

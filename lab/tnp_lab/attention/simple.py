@@ -37,7 +37,7 @@ LEAST_KEYS = 16  # of a tile: tensor cores take no fewer
 
 @dataclass(frozen=True)
 class Config(KernelConfig):
-    """Holds the queries and keys of a tile, and a program's warps."""
+    """Sets the queries and keys of a tile, and the warps of a program."""
 
     block_m: int
     block_n: int
@@ -45,7 +45,7 @@ class Config(KernelConfig):
 
 
 def configs(call: Call) -> tuple[Config, ...]:
-    """Returns the one configuration for the problem's keys, whose scores fit the registers."""
+    """Returns one configuration: 32 queries and all keys. The limit of keys avoids spills."""
     return (Config(32, max(LEAST_KEYS, triton.next_power_of_2(call.problem["n_k"])), 8),)
 
 
@@ -89,7 +89,7 @@ def _attention_simple_kernel(
 
 
 def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
-    """Prepares one launch, with a program for each tile of a head's queries."""
+    """Prepares one launch, in which each program takes one tile of a head's queries."""
     q, k, v = inputs[:3]
     n_heads, n_q, head_dim = q.shape[1:]
     of_o, of_lse = rows_layout(q), lse_layout(q)

@@ -5,16 +5,17 @@
 //
 // STEP 1: tensor cores. A warp multiplies its own 16 queries by 32 keys at a time. All matrices lie
 //         in shared memory: q, keys, values, scores, weights and o. So q is read, and o is read and
-//         written, for every 32 keys. At D = 128 a block has 32 queries, since 64 do not fit.
+//         written, for every 32 keys. At D = 128 a block has 32 queries: 64 do not
+//         fit in 48 KB.
 // STEP 2: a warp's q and o stay in registers. But o's rows must be multiplied by 2^(m - m'), and
 //         wmma does not say which rows a lane holds. So the kernel asks: it loads a tile whose
 //         numbers are their own rows. A block has 64 queries at any D.
 // STEP 3: rows in shared memory are 16 bytes longer than they need be. In steps 1 and 2, rows that
 //         are read at once lie in the same banks, and are read one after the other.
 //
-// wmma.cu is the fourth step. Its next keys and values are on their way while these are multiplied,
-// and it multiplies o by 2^(m - m') only where a maximum grew. It also brings q through the keys'
-// place in shared memory, and multiplies by 1 / l.
+// wmma.cu is the fourth step: it has its own steps 5 and 6, brings q through the keys' place in
+// shared memory, and multiplies by 1 / l. Its head counts otherwise: step 1 here has its steps 1 and
+// 3, step 2 its step 2, and step 3 its step 4.
 //
 // TYPE (__half, __nv_bfloat16), HEAD_DIM, WARPS and STEP come from the compiler's command line.
 

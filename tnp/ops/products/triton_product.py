@@ -197,9 +197,10 @@ def configs(call: Call) -> tuple[MatmulConfig, ...]:
 def candidates(call: Call, m: int, n: int, k: int) -> tuple[MatmulConfig, ...]:
     """Returns the tiles that fit a result [m, n] of inner size k.
 
-    The first is lower than twice the rows, and of such tiles the first in CONFIGS that gives every
-    multiprocessor one, else the last. Low tiles read b again for each few rows: from HIGH rows on,
-    tiles of HIGH rows are taken instead if they give a third of the multiprocessors one.
+    The default comes first. It has fewer than 2 m rows, and is the first of such tiles in CONFIGS
+    of which there is one for every multiprocessor, else the last. A tile of few rows reads b often:
+    if m ≥ HIGH, the last tile of at least HIGH rows replaces it, if there is one for every third
+    multiprocessor.
     """
     size, target = call.problem.itemsize, call.target
     most = MOST_SUMS if target.capability >= TMA_FROM else REGISTER_SUMS
