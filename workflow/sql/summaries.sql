@@ -31,11 +31,12 @@ select
     device,
     comparison_key,
     any_value(columns([
-        'kind', 'code_version', 'shape', 'role', 'batch', 'dtype', 'variant', 'n_context',
+        'kind', 'code_version', 'role', 'batch', 'dtype', 'variant', 'n_context',
         'n_target', 'checkpoint', 'cuda_graph', 'optimizer', 'op', 'pass', 'implementation', 'n_q',
         'n_k', 'n_heads', 'head_dim', 'd_model', 'd_ff', 'd_ff_storage', 'n_components', 'flops',
         'bytes', 'bytes_written', 'problem', 'timing', 'with_forward'
     ])),
+    min(shape) as shape, -- two studies may name one problem differently
     -- Another package's step that failed does not know it.
     max(precision) as precision,
     min(config_id) as config_id,
