@@ -1,5 +1,5 @@
 -- topic: operators
--- # What the automatic choice costs
+-- # The cost of the automatic choice
 -- `auto` takes for each operator the fastest implementation of a table. A choice is judged if it
 -- and its alternatives were timed beside each other, all with evidence. Cost says how much slower
 -- the choice is than the best of them, forward and backward together. "Default" means that the

@@ -45,6 +45,13 @@ def prepare_cute(call: Call, config: object, inputs: tuple) -> Callable:
     return _prepare(call, inputs, CUTE, CUTE_TYPES, 32, nvrtc.cutlass() or "")
 
 
+def prepare_wmma_step(call: Call, config: object, inputs: tuple, step: int) -> Callable:
+    """Prepares one launch of `wmma_steps.cu`, with a block for 64 queries of a head, or for 32."""
+    # Step 1 holds q and o in shared memory: 64 queries at D = 128 do not fit in 48 KB.
+    warps = WARPS if call.problem["head_dim"] <= 64 or step > 1 else WARPS // 2
+    return _prepare(call, inputs, WMMA_STEPS, nvrtc.TYPES, 16, warps=warps, STEP=step)
+
+
 def _prepare(
     call: Call,
     inputs: tuple,
@@ -52,47 +59,21 @@ def _prepare(
     types: Mapping[str, str],
     queries_a_warp: int,
     cutlass: str = "",
+    warps: int = WARPS,
+    **constants: int,
 ) -> Callable:
     as_read = with_aligned_rows if not call.aligned else lambda x: x
     q, k, v = map(as_read, inputs[:3])
     n_heads, n_q, head_dim = q.shape[1:]
     o_shape, o_strides = rows_layout(q)
     lse_shape, lse_strides = lse_layout(q)
-    n_tiles = -(-n_q // (WARPS * queries_a_warp))
-    constants = nvrtc.constants(TYPE=types[call.problem.dtype], HEAD_DIM=head_dim, WARPS=WARPS)
-    bound = Bound(
-        nvrtc.Source(kernel, constants, cutlass), call.target.capability,
-        (n_tiles * q.shape[0] * n_heads,), WARPS * nvrtc.WARP,
-        *row_strides(q), *row_strides(k), *row_strides(v), *o_strides[:3],
-        n_heads, n_heads // k.shape[1], n_q, k.shape[2], n_tiles, int(call.problem["causal"]),
-    )  # fmt: skip
-
-    def launch(inputs, scalars):
-        q, k, v = map(as_read, inputs[:3])
-        o = q.new_empty_strided(o_shape, o_strides)
-        lse = q.new_empty_strided(lse_shape, lse_strides, dtype=torch.float32)
-        bound(q, k, v, o, lse, scalars[0] * LOG2_E)
-        return (o,), (lse,)
-
-    return forward(launch, call)
-
-
-def prepare_wmma_step(call: Call, config: object, inputs: tuple, step: int) -> Callable:
-    """Prepares one launch of `wmma_steps.cu`, with a block for 64 queries of a head, or for 32."""
-    as_read = with_aligned_rows if not call.aligned else lambda x: x
-    q, k, v = map(as_read, inputs[:3])
-    batch, n_heads, n_q, head_dim = q.shape
-    o_shape, o_strides = rows_layout(q)
-    lse_shape, lse_strides = lse_layout(q)
-    # Step 1 holds q and o in shared memory: 64 queries at D = 128 do not fit in 48 KB.
-    warps = WARPS if head_dim <= 64 or step > 1 else WARPS // 2
-    n_tiles = -(-n_q // (warps * 16))
-    constants = nvrtc.constants(
-        TYPE=nvrtc.TYPES[call.problem.dtype], HEAD_DIM=head_dim, WARPS=warps, STEP=step
+    n_tiles = -(-n_q // (warps * queries_a_warp))
+    lines = nvrtc.constants(
+        TYPE=types[call.problem.dtype], HEAD_DIM=head_dim, WARPS=warps, **constants
     )
     bound = Bound(
-        nvrtc.Source(WMMA_STEPS, constants), call.target.capability,
-        (n_tiles * batch * n_heads,), warps * nvrtc.WARP,
+        nvrtc.Source(kernel, lines, cutlass), call.target.capability,
+        (n_tiles * q.shape[0] * n_heads,), warps * nvrtc.WARP,
         *row_strides(q), *row_strides(k), *row_strides(v), *o_strides[:3],
         n_heads, n_heads // k.shape[1], n_q, k.shape[2], n_tiles, int(call.problem["causal"]),
     )  # fmt: skip
