@@ -84,17 +84,22 @@ def test_default_tiles_fill_a_gpu_and_fit_its_shared_memory():
     assert (large.block_m, large.block_n) == (128, 128)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("m, n, block_m, n_tiles", [
-    (128, 4096, 64, 128), (128, 2048, 64, 64), (64, 4096, 64, 64),
-    (128, 1024, 16, 128),  # tiles of 64 rows would leave three quarters of an H200 idle
-    (40, 4096, 16, 192),
+@pytest.mark.parametrize("dtype, m, n, tile", [
+    ("float32", 128, 4096, (64, 64)), ("float32", 128, 2048, (64, 64)),
+    ("float32", 128, 1024, (16, 64)),  # 64 rows would leave three quarters of an H200 idle
+    ("float32", 40, 4096, (16, 64)),
+    # Deep tiles: the one of which a multiprocessor loads least.
+    ("float16", 128, 1024, (64, 32)), ("float16", 128, 4096, (64, 64)),
+    ("float16", 128, 8192, (64, 128)), ("float16", 128, 11008, (128, 128)),
+    ("float16", 129, 4096, (64, 64)), ("float16", 32, 4096, (16, 64)),
 ])  # fmt: skip
-def test_low_tiles_are_for_few_rows_or_few_columns(m, n, block_m, n_tiles, dtype):
-    problem = MATMUL.problem(dtype, m=m, n=n, k=1024)
-    first = triton_product.configs(Call(problem, devices.named("H200")))[0]
-    assert first.block_m == block_m
-    assert -(-m // first.block_m) * -(-n // first.block_n) == n_tiles
+def test_the_default_tile_by_rows_and_columns(dtype, m, n, tile):
+    call = Call(MATMUL.problem(dtype, m=m, n=n, k=1024), devices.named("H200"))
+    first = triton_product.configs(call)[0]
+    assert (first.block_m, first.block_n) == tile
+    assert (first in triton_product.DEEP) == (dtype == "float16" and 32 < m <= 128)
+    elsewhere = Call(call.problem, devices.named("A100"))
+    assert not set(triton_product.DEEP) & set(triton_product.configs(elsewhere))
 
 
 def test_nothing_is_saved_without_a_gradient():

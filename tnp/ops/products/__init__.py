@@ -11,12 +11,25 @@ from __future__ import annotations
 from math import pi, prod
 from typing import TYPE_CHECKING
 
-from tnp.dispatch.spec import FLOATS, Case, Implementation, Operator, Problem, Work, on_cuda
+from tnp.dispatch.spec import (
+    EVERY_DTYPE_ON,
+    FLOATS,
+    Case,
+    Implementation,
+    Operator,
+    Problem,
+    Work,
+    on_cuda,
+)
 from tnp.ops._shared.declared import by_pytorch, by_triton, cases_by_dtype, left_out_by_tf32
 from tnp.util.checks import require_alike, require_floats, require_one_device
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
+
+    from tnp.dispatch.devices import Target
 
 __all__ = ["gelu_linear", "matmul"]
 
@@ -67,7 +80,18 @@ def cases_matmul(target) -> list[Case]:
     if target.kind == "cuda":
         drawn = [(1, 1, 1, {}), (1, 4096, 4096, b), (777, 1000, 513, {}), (777, 1000, 513, both)]
         drawn += [(2048, 2000, 1000, a), (4096, 4096, 4096, {}), (4096, 4096, 4096, both)]
+        drawn += [(100, 1000, 2056, {}), (128, 11008, 1000, both), (128, 8192, 4096, b)]
     return cases_by_dtype(MATMUL, dict.fromkeys(FLOATS, drawn))
+
+
+def compiled(operator: Operator, target: Target, rows: str, **sizes: int) -> Iterator[Problem]:
+    """Yields problems to compile: few rows, whose tiles are deep, and more rows."""
+    dtypes = ["bfloat16" if target.capability >= 80 else "float16"]  # before, only CUDA C++
+    if target.capability in EVERY_DTYPE_ON:
+        dtypes.append("float32")
+    for dtype in dtypes:
+        for n_rows in (128, 8192):
+            yield operator.problem(dtype, **sizes, **{rows: n_rows})
 
 
 MATMUL = Operator(
@@ -91,6 +115,7 @@ MATMUL = Operator(
     reference=matmul_reference,
     work=work_matmul,
     cases=cases_matmul,
+    compiled=lambda target: compiled(MATMUL, target, "m", n=4096, k=4096),
     controls={"the last of K left out": lambda a, b: matmul_reference(a[:, :-1], b[:-1])},
 )
 
@@ -187,7 +212,7 @@ def cases_gelu_linear(target) -> list[Case]:
     drawn = [(1, 1, 1, {}), (35, 24, 40, {}), (20, 7, 70, half), (64, 32, 16, half)]
     if target.kind == "cuda":
         drawn = [(1, 1, 1, {}), (777, 100, 513, {}), (333, 760, 3000, half)]
-        drawn += [(1024, 768, 3072, {}), (8 * 1024, 768, 3072, half)]
+        drawn += [(1024, 768, 3072, {}), (8 * 1024, 768, 3072, half), (128, 768, 3072, {})]
     return cases_by_dtype(GELU_LINEAR, dict.fromkeys(FLOATS, drawn))
 
 
@@ -229,6 +254,7 @@ GELU_LINEAR = Operator(
     reference=gelu_linear_reference,
     work=work_gelu_linear,
     cases=cases_gelu_linear,
+    compiled=lambda target: compiled(GELU_LINEAR, target, "rows", n_in=768, n_out=3072),
     controls={
         "SiLU in place of GELU": _with_silu,
         "without bias": lambda x, weight, bias: gelu_linear_reference(x, weight, 0 * bias),

@@ -41,6 +41,16 @@ CONFIGS = {
     ),
     4: (MatmulConfig(64, 64, 32, 8, 2), MatmulConfig(16, 64, 32, 4, 2)),
 }
+# Tiles for few rows, whose products wait for memory: tiles in flight fill the shared memory of a
+# multiprocessor, on which one program runs. Each was the fastest of 95 at a size of study
+# `lab_matmul` (H200, triton 3.6).
+FEW_ROWS = 128
+DEEP = (
+    MatmulConfig(64, 32, 128, 4, 5),
+    MatmulConfig(64, 64, 128, 4, 6),
+    MatmulConfig(64, 128, 128, 4, 4),
+    MatmulConfig(128, 128, 64, 8, 6),
+)
 # The most sums that a thread holds. With more, tiles spill at 8.0 or 9.0. MOST_SUMS: operands go
 # from shared memory to the tensor cores. REGISTER_SUMS: operands take registers. RAGGED_SUMS: rows
 # are not aligned, and elements are loaded one by one.
@@ -200,21 +210,27 @@ def candidates(call: Call, m: int, n: int, k: int) -> tuple[MatmulConfig, ...]:
     The default comes first. It has fewer than 2 m rows, and is the first of such tiles in CONFIGS
     of which there is one for every multiprocessor, else the last. A tile of few rows reads b often:
     if m ≥ HIGH, the last tile of at least HIGH rows replaces it, if there is one for every third
-    multiprocessor.
+    multiprocessor. With TMA and m ≤ FEW_ROWS, the default is a deep tile if one is low enough: the
+    one of which a multiprocessor loads least.
     """
     size, target = call.problem.itemsize, call.target
     most = MOST_SUMS if target.capability >= TMA_FROM else REGISTER_SUMS
     if n * size % ALIGNMENT or k * size % ALIGNMENT:
         most = RAGGED_SUMS
+    deep = DEEP if size == 2 and m <= FEW_ROWS and target.capability >= TMA_FROM else ()
     fitting = [
         config
-        for config in CONFIGS[size]
+        for config in (*deep, *CONFIGS[size])
         if config.block_m * config.block_n <= most * 32 * config.num_warps
         and (target.kind != "cuda" or _shared_bytes(config, size) <= target.shared_bytes)
     ]
 
     def n_tiles(config: MatmulConfig) -> int:
         return triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
+
+    def loaded(config: MatmulConfig) -> int:
+        rounds = triton.cdiv(n_tiles(config), target.multiprocessors)
+        return rounds * (config.block_m + config.block_n)
 
     low_enough = [config for config in fitting if config.block_m < 2 * m] or fitting[-1:]
     filling = [config for config in low_enough if n_tiles(config) >= target.multiprocessors]
@@ -226,6 +242,7 @@ def candidates(call: Call, m: int, n: int, k: int) -> tuple[MatmulConfig, ...]:
             if config.block_m >= HIGH and 3 * n_tiles(config) >= target.multiprocessors
         ]
         default = (high or [default])[-1]
+    default = min((config for config in low_enough if config in deep), key=loaded, default=default)
     return default, *[config for config in fitting if config != default]
 
 
@@ -289,10 +306,14 @@ def empty_backward(wanted, inputs):
 
 
 def prepare_backward(call, config, inputs):
-    """Prepares da = dc bᵀ and db = aᵀ dc, each with the tiles of the configuration."""
+    """Prepares da = dc bᵀ and db = aᵀ dc, each with the tiles of the configuration, but db with
+    tiles of its own if a has few rows: db then has many, and a short inner dimension.
+    """
     (dc,), (a, b), _saved = inputs
+    m, n, k = (call.problem[name] for name in "mnk")
+    of_b = candidates(call, k, n, m)[0] if m <= FEW_ROWS else config
     da = _multiply(call, dc, b.t(), config) if "a" in call.wanted else None
-    db = _multiply(call, a.t(), dc, config) if "b" in call.wanted else None
+    db = _multiply(call, a.t(), dc, of_b) if "b" in call.wanted else None
 
     def launch(inputs, scalars):
         (dc,), (a, b), _saved = inputs
@@ -301,5 +322,9 @@ def prepare_backward(call, config, inputs):
     return launch
 
 
+def configs_backward(call: Call) -> tuple[MatmulConfig, ...]:
+    return candidates(call, *(call.problem[name] for name in "mkn"))
+
+
 FORWARD = Kernel("triton", empty, prepare, configs=configs)
-BACKWARD = Kernel("triton", empty_backward, prepare_backward, configs=configs)
+BACKWARD = Kernel("triton", empty_backward, prepare_backward, configs=configs_backward)

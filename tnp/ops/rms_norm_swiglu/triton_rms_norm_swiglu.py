@@ -181,8 +181,10 @@ def _warps(elements: int, a_thread: int) -> int:
 
 def configs(call):
     block_d = triton.next_power_of_2(call.problem["width"])
-    rows = max(1, 1024 // block_d)
-    found = [Config(rows, _warps(rows * block_d, a_thread)) for a_thread in (16, 8, 32)]
+    few = call.problem["rows"] <= call.target.multiprocessors  # a program for every row
+    rows = 1 if few else max(1, 1024 // block_d)
+    threads = (8, 16, 32) if few else (16, 8, 32)
+    found = [Config(rows, _warps(rows * block_d, a_thread)) for a_thread in threads]
     return tuple(dict.fromkeys(found))
 
 
