@@ -1,4 +1,4 @@
--- # What each component is worth
+-- # Worth of each component
 -- "Gains added" is the time that a step saves when the component alone is added to PyTorch with
 -- cuDNN's attention and a padded hidden width, uncompiled. "Gains last" is the time that it saves
 -- when it is added to all others of ours. `skip_unread` leaves out rows that reach no result.
