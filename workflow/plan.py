@@ -112,7 +112,7 @@ class Plan:
             found = "no NVIDIA GPU is visible"
         return {
             name: f"{name!r} is for {' and '.join(spec.devices)} alone, and {found}: what can be "
-            f"run here is {', '.join([*here, 'gates'])} and all"
+            f"run here is {', '.join([*here, 'figures', 'gates'])} and all"
             for name, spec in every.items()
             if self.device not in spec.devices
         }

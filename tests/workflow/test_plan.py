@@ -214,7 +214,7 @@ def test_what_is_for_a_gpu_says_that_none_is_visible_and_what_runs_here():
     assert "cpu" not in sentences and ours <= set(sentences)
     assert sentences["headline"] == (
         "'headline' is for cuda alone, and no NVIDIA GPU is visible: what can be run here is cpu, "
-        "gates and all"
+        "figures, gates and all"
     )
     there = GPU.elsewhere()
     assert "headline" not in there

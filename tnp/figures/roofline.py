@@ -259,7 +259,7 @@ def _shape_labels(points: list[Row], plane: Plane, decade: float) -> list[Row]:
         fitting = [place for place in (("low", "raised") if flat else ("slope",))
                    if start > ends[place]]  # fmt: skip
         if fitting:
-            ends[fitting[0]] = start + width
+            ends[fitting[0]] = start + width + SHAPE_LABEL["fontSize"]  # a gap
             at = {plane.x: point[plane.x], plane.rate: point[plane.roof]}
             labels.append(at | {"place": fitting[0], "label": text})
     return labels
