@@ -27,8 +27,6 @@ from tnp.store.schemas import CEILINGS
 
 # How rows and tables are written, not what is measured: a column added there voids no measurement.
 NOT_MEASURED = frozenset({"tnp.store.schemas", "tnp.store.files"})
-# How tables are read, not what they choose. View `gate_evidence` leaves it out too.
-NOT_GATED = NOT_MEASURED | {"tnp.dispatch.tuned_tables"}
 
 Pair = tuple[str, str]  # family of operators, implementation
 Found = dict[str, str]  # {"module:name" or a table's file: hash}
@@ -43,12 +41,12 @@ def of_gate(gate: str) -> Found:
     kind, *names = gate.split("--")
     if names:
         return _of_implementation_gate(*names)
-    found = reached(f"tnp.gates.{gate}:*", NOT_GATED)
+    found = reached(f"tnp.gates.{gate}:*")
     for operator in _operators_of(gate):
         for name in catalog().names(operator.name):
             one = catalog().listed(operator.name, name)
             if (one.provider == "torch" and gate != COMPILED) or _runs(gate, one):
-                found |= of_operator(operator.name, name, GATE, "", NOT_GATED)
+                found |= of_operator(operator.name, name, GATE, "")
     return found
 
 
@@ -69,9 +67,9 @@ def _operators_of(gate: str) -> list[Operator]:
 
 def _of_implementation_gate(op: str, name: str) -> Found:
     """Returns the code of a gate that forces its kernels: no table has a say."""
-    found = reached("tnp.gates.operators:checks", NOT_GATED)
-    found |= operator_definitions(op, GATE, NOT_GATED)
-    return found | implementation_definitions(catalog().listed(op, name), GATE, NOT_GATED)
+    found = reached("tnp.gates.operators:checks")
+    found |= operator_definitions(op, GATE, NOT_MEASURED)
+    return found | implementation_definitions(catalog().listed(op, name), GATE, NOT_MEASURED)
 
 
 def of_op(parameters: Mapping[str, Any], without: Iterable[str] = HOUSE) -> Found:

@@ -304,12 +304,6 @@ def test_costs_that_say_nothing_are_passed_over_and_named_once(us, said, caplog)
     assert len([one for one in caplog.records if said in one.getMessage()]) == 1
 
 
-@pytest.mark.parametrize("ms", [[1.0], {"fused": -1.0}, {"fused": "1"}, 3.0])
-def test_a_table_whose_times_are_no_times_is_passed_over(ms, caplog):
-    spoiled(tuned_tables.entry("attention", problem("mid"), "fused"), ms=ms)
-    assert tuned_tables.of_target(H200)[0]["of"] and "is no tuned table" in caplog.text
-
-
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: one.name)
 def test_committed_costs_have_the_counts_of_kernels(operation):
     kernels = selection.kernels_of(operation)

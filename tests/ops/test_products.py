@@ -9,8 +9,9 @@ from tnp.dispatch.plans import build
 from tnp.dispatch.spec import Budget, Call, Case
 from tnp.gates.checks import error_ratio
 from tnp.ops._shared.random_values import Random
+from tnp.ops._shared.triton_matmul import MatmulConfig
 from tnp.ops.products import GELU_LINEAR, MATMUL, OPERATORS, gelu_linear, matmul, triton_product
-from tnp.ops.products.triton_product import Operand
+from tnp.ops.products.triton_product import DEEP, Operand
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CALLS = {"matmul": (matmul, "triton"), "gelu_linear": (gelu_linear, "fused")}
@@ -88,18 +89,41 @@ def test_default_tiles_fill_a_gpu_and_fit_its_shared_memory():
     ("float32", 128, 4096, (64, 64)), ("float32", 128, 2048, (64, 64)),
     ("float32", 128, 1024, (16, 64)),  # 64 rows would leave three quarters of an H200 idle
     ("float32", 40, 4096, (16, 64)),
-    # Deep tiles: the one of which a multiprocessor loads least.
+    # Deep tiles: the one that loads least.
     ("float16", 128, 1024, (64, 32)), ("float16", 128, 4096, (64, 64)),
     ("float16", 128, 8192, (64, 128)), ("float16", 128, 11008, (128, 128)),
+    ("float16", 40, 11008, (64, 128)),  # the tile of 128 rows is too high
     ("float16", 129, 4096, (64, 64)), ("float16", 32, 4096, (16, 64)),
+    ("float16", 100, 1001, (16, 64)),  # TMA cannot read such rows
 ])  # fmt: skip
 def test_the_default_tile_by_rows_and_columns(dtype, m, n, tile):
     call = Call(MATMUL.problem(dtype, m=m, n=n, k=1024), devices.named("H200"))
     first = triton_product.configs(call)[0]
     assert (first.block_m, first.block_n) == tile
-    assert (first in triton_product.DEEP) == (dtype == "float16" and 32 < m <= 128)
+    is_deep = dtype == "float16" and 32 < m <= 128 and n % 8 == 0
+    assert (first in DEEP) == is_deep
     elsewhere = Call(call.problem, devices.named("A100"))
-    assert not set(triton_product.DEEP) & set(triton_product.configs(elsewhere))
+    assert not set(DEEP) & set(triton_product.configs(elsewhere))
+
+
+def test_each_gradient_of_few_rows_has_tiles_of_its_own(monkeypatch):
+    """da is [128, k], and db is [k, n] of inner size 128."""
+    call = Call(
+        MATMUL.problem("float16", m=128, n=11008, k=4096), devices.named("H200"), ("a", "b")
+    )
+    dc, a, b = (
+        torch.empty(size, device="meta") for size in ((128, 11008), (128, 4096), (4096, 11008))
+    )
+    tiles = {}
+
+    def multiply(call, a, b, config):
+        tiles[a.shape[0]] = config.block_m, config.block_n
+
+    monkeypatch.setattr(triton_product, "_multiply", multiply)
+    for config in triton_product.configs_backward(call)[0], MatmulConfig(64, 128, 64, 8, 4):
+        triton_product.prepare_backward(call, config, ((dc,), (a, b), ()))
+        own = (64, 64), (128, 128)
+        assert (tiles[128], tiles[4096]) == (own if config in DEEP else ((64, 128), (64, 128)))
 
 
 def test_nothing_is_saved_without_a_gradient():

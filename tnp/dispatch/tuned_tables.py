@@ -1,10 +1,9 @@
 """Chooses implementations and kernels by the tuned table of the GPU model.
 
 `tables/<gpu>.json` has one entry a line, {"of", "mode", "problem", "choice", "config"}. For an
-operator the choice is an implementation, and "ms" has the time of each that was compared; for an
-operation it is a kernel with its configuration. An entry with "us" holds costs that serve all
-sizes: microseconds for each of a kernel's `Kernel.counts`, whose sum predicts its time
-(`tnp.tuning.fit_costs`).
+operator the choice is an implementation; for an operation it is a kernel with its configuration. An
+entry with "us" holds costs that serve all sizes: microseconds for each of a kernel's
+`Kernel.counts`, whose sum predicts its time (`tnp.tuning.fit_costs`).
 
 `choose` takes the problem's own entry, else the shortest predicted time, else the default. If this
 GPU's table has no entry for an operator or operation, the table of another GPU of the same compute
@@ -127,8 +126,6 @@ def _ranked(
     for entry in _own(of, operator, call):
         if entry["gpu"] == call.target.model:
             _warn_if_gone(entry, offers.values(), known)
-        if "ms" in entry:
-            _log_times(_canonical(entry))
         yield _key(entry["choice"], entry.get("config")), TUNED + _whose(entry, call.target)
     yield from _predicted(of, operator, call, offers, counts)
     yield from ((key, "default") for key in offers)
@@ -186,15 +183,6 @@ def _warn_if_gone(entry: Entry, offers: Collection[Offer], known: Collection[str
     ]
     if entry["choice"] not in known or (of_its_name and not any(of_its_name)):
         _warn_once("a tuned entry names what is there no more", entry)
-
-
-@lru_cache(MOST)
-def _log_times(text: str) -> None:
-    """Logs once which times an entry's choice was made by."""
-    entry = json.loads(text)
-    times = ", ".join(f"{name} {ms:.4g} ms" for name, ms in entry["ms"].items())
-    problem, mode = _canonical(entry["problem"]), entry["mode"]
-    log.info("%s, %s: tuned on %s by %s", problem, mode, entry["gpu"], times)
 
 
 def _warn_once(what: str, entry: Entry) -> None:
@@ -309,9 +297,6 @@ def _parsed(path: Path) -> tuple[Entry, ...]:
     for entry in entries:
         if not {"of", "problem", "choice"} <= entry.keys():
             raise ValueError(f"an entry lacks of, problem or choice: {json.dumps(entry)}")
-        times = entry.get("ms", {})
-        if not (isinstance(times, dict) and _are_times([*times.values()])):
-            raise ValueError(f"ms must name times in ms from 0 up: {json.dumps(entry)}")
         if "us" in entry and not ("config" in entry and _are_times(entry["us"])):
             raise ValueError(
                 f"an entry of costs needs config and times in µs from 0 up: {json.dumps(entry)}"
@@ -357,7 +342,7 @@ def write(target: Target, entries: Iterable[Entry], folder: Path | None = None) 
     of `folders` if None.
     """
     path = (folder or folders()[0]) / f"{target.model}.json"
-    names = ("of", "mode", "problem", "choice", "config", "us", "ms")
+    names = ("of", "mode", "problem", "choice", "config", "us")
     by_key = {}
     for entry in (*table(path), *entries):
         # Each configuration has its own costs; otherwise the choice is replaced.

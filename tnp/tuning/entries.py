@@ -49,8 +49,7 @@ def of_operations(rows: Iterable[Row]) -> list[tuned_tables.Entry]:
 
 
 def of_operators(rows: Iterable[Row]) -> list[tuned_tables.Entry]:
-    """Returns an entry for each operator, problem and mode: the fastest that "auto" may take, and
-    the times of all.
+    """Returns an entry for each operator, problem and mode: the fastest that "auto" may take.
 
     Training counts the forward and the backward pass, or only the backward pass if its time holds
     the forward's. Trials and twins are ignored.
@@ -74,9 +73,7 @@ def of_operators(rows: Iterable[Row]) -> list[tuned_tables.Entry]:
             whole = {name: time_ms(operator, times, mode) for name, times in medians.items()}
             timed = {name: time for name, time in whole.items() if time is not None}
             if timed:
-                entry = tuned_tables.entry(op, problem, fastest(timed))
-                shown = {name: float(f"{time:.4g}") for name, time in timed.items()}
-                entries.append(entry | {"mode": mode, "ms": shown})
+                entries.append(tuned_tables.entry(op, problem, fastest(timed)) | {"mode": mode})
     return entries
 
 

@@ -80,18 +80,17 @@ def cases_matmul(target) -> list[Case]:
     if target.kind == "cuda":
         drawn = [(1, 1, 1, {}), (1, 4096, 4096, b), (777, 1000, 513, {}), (777, 1000, 513, both)]
         drawn += [(2048, 2000, 1000, a), (4096, 4096, 4096, {}), (4096, 4096, 4096, both)]
-        drawn += [(100, 1000, 2056, {}), (128, 11008, 1000, both), (128, 8192, 4096, b)]
+        drawn += [(100, 1000, 2056, {}), (100, 513, 1001, {}), (128, 2048, 1000, a)]
+        drawn += [(128, 11008, 1000, both), (128, 8192, 4096, b)]
     return cases_by_dtype(MATMUL, dict.fromkeys(FLOATS, drawn))
 
 
-def compiled(operator: Operator, target: Target, rows: str, **sizes: int) -> Iterator[Problem]:
-    """Yields problems to compile: few rows, whose tiles are deep, and more rows."""
-    dtypes = ["bfloat16" if target.capability >= 80 else "float16"]  # before, only CUDA C++
-    if target.capability in EVERY_DTYPE_ON:
-        dtypes.append("float32")
-    for dtype in dtypes:
-        for n_rows in (128, 8192):
-            yield operator.problem(dtype, **sizes, **{rows: n_rows})
+def compiled_matmul(target: Target) -> Iterator[Problem]:
+    """Yields problems to compile: many rows, and few rows with each of the tiles made for them."""
+    for dtype in ("bfloat16", "float32") if target.capability in EVERY_DTYPE_ON else ("bfloat16",):
+        yield MATMUL.problem(dtype, m=4096, n=4096, k=4096)
+        for n in (1024, 4096, 8192, 11008):
+            yield MATMUL.problem(dtype, m=128, n=n, k=4096)
 
 
 MATMUL = Operator(
@@ -115,7 +114,7 @@ MATMUL = Operator(
     reference=matmul_reference,
     work=work_matmul,
     cases=cases_matmul,
-    compiled=lambda target: compiled(MATMUL, target, "m", n=4096, k=4096),
+    compiled=compiled_matmul,
     controls={"the last of K left out": lambda a, b: matmul_reference(a[:, :-1], b[:-1])},
 )
 
@@ -212,7 +211,7 @@ def cases_gelu_linear(target) -> list[Case]:
     drawn = [(1, 1, 1, {}), (35, 24, 40, {}), (20, 7, 70, half), (64, 32, 16, half)]
     if target.kind == "cuda":
         drawn = [(1, 1, 1, {}), (777, 100, 513, {}), (333, 760, 3000, half)]
-        drawn += [(1024, 768, 3072, {}), (8 * 1024, 768, 3072, half), (128, 768, 3072, {})]
+        drawn += [(1024, 768, 3072, {}), (8 * 1024, 768, 3072, half)]
     return cases_by_dtype(GELU_LINEAR, dict.fromkeys(FLOATS, drawn))
 
 
@@ -254,7 +253,6 @@ GELU_LINEAR = Operator(
     reference=gelu_linear_reference,
     work=work_gelu_linear,
     cases=cases_gelu_linear,
-    compiled=lambda target: compiled(GELU_LINEAR, target, "rows", n_in=768, n_out=3072),
     controls={
         "SiLU in place of GELU": _with_silu,
         "without bias": lambda x, weight, bias: gelu_linear_reference(x, weight, 0 * bias),

@@ -41,9 +41,9 @@ CONFIGS = {
     ),
     4: (MatmulConfig(64, 64, 32, 8, 2), MatmulConfig(16, 64, 32, 4, 2)),
 }
-# Tiles for few rows, whose products wait for memory: tiles in flight fill the shared memory of a
-# multiprocessor, on which one program runs. Each was the fastest of 95 at a size of study
-# `lab_matmul` (H200, triton 3.6).
+# Tiles for at most FEW_ROWS rows, whose products wait for memory. They have so many bytes in flight
+# that one program fills a multiprocessor. Chosen on an H200 with triton 3.6.0: `from own_operators
+# where config_id like 'lab_matmul%'`.
 FEW_ROWS = 128
 DEEP = (
     MatmulConfig(64, 32, 128, 4, 5),
@@ -201,7 +201,37 @@ class Operand:
 
 
 def configs(call: Call) -> tuple[MatmulConfig, ...]:
-    return candidates(call, *(call.problem[name] for name in "mnk"))
+    m, n, k = (call.problem[name] for name in "mnk")
+    return *_deep_tiles(call, m, n, k), *candidates(call, m, n, k)
+
+
+def configs_backward(call: Call) -> tuple[MatmulConfig, ...]:
+    m, n, k = (call.problem[name] for name in "mnk")
+    return *_deep_tiles(call, m, k, n), *candidates(call, m, k, n)
+
+
+def _deep_tiles(call: Call, m: int, n: int, k: int) -> list[MatmulConfig]:
+    """Returns the deep tiles with fewer than 2 m rows for a result [m, n] of inner size k.
+
+    The first loads least, which is counted as rounds × (block_m + block_n): programs run in rounds,
+    one on each multiprocessor. There are none for many rows, or where TMA cannot read.
+    """
+    size, target = call.problem.itemsize, call.target
+    aligned = size == 2 and n * size % ALIGNMENT == k * size % ALIGNMENT == 0
+    if m > FEW_ROWS or not aligned or target.kind != "cuda" or target.capability < TMA_FROM:
+        return []
+
+    def loaded(config: MatmulConfig) -> int:
+        n_tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
+        rounds = triton.cdiv(n_tiles, target.multiprocessors)
+        return rounds * (config.block_m + config.block_n)
+
+    fitting = [
+        config
+        for config in DEEP
+        if config.block_m < 2 * m and _shared_bytes(config, size) <= target.shared_bytes
+    ]
+    return sorted(fitting, key=loaded)
 
 
 def candidates(call: Call, m: int, n: int, k: int) -> tuple[MatmulConfig, ...]:
@@ -210,27 +240,21 @@ def candidates(call: Call, m: int, n: int, k: int) -> tuple[MatmulConfig, ...]:
     The default comes first. It has fewer than 2 m rows, and is the first of such tiles in CONFIGS
     of which there is one for every multiprocessor, else the last. A tile of few rows reads b often:
     if m ≥ HIGH, the last tile of at least HIGH rows replaces it, if there is one for every third
-    multiprocessor. With TMA and m ≤ FEW_ROWS, the default is a deep tile if one is low enough: the
-    one of which a multiprocessor loads least.
+    multiprocessor.
     """
     size, target = call.problem.itemsize, call.target
     most = MOST_SUMS if target.capability >= TMA_FROM else REGISTER_SUMS
     if n * size % ALIGNMENT or k * size % ALIGNMENT:
         most = RAGGED_SUMS
-    deep = DEEP if size == 2 and m <= FEW_ROWS and target.capability >= TMA_FROM else ()
     fitting = [
         config
-        for config in (*deep, *CONFIGS[size])
+        for config in CONFIGS[size]
         if config.block_m * config.block_n <= most * 32 * config.num_warps
         and (target.kind != "cuda" or _shared_bytes(config, size) <= target.shared_bytes)
     ]
 
     def n_tiles(config: MatmulConfig) -> int:
         return triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
-
-    def loaded(config: MatmulConfig) -> int:
-        rounds = triton.cdiv(n_tiles(config), target.multiprocessors)
-        return rounds * (config.block_m + config.block_n)
 
     low_enough = [config for config in fitting if config.block_m < 2 * m] or fitting[-1:]
     filling = [config for config in low_enough if n_tiles(config) >= target.multiprocessors]
@@ -242,7 +266,6 @@ def candidates(call: Call, m: int, n: int, k: int) -> tuple[MatmulConfig, ...]:
             if config.block_m >= HIGH and 3 * n_tiles(config) >= target.multiprocessors
         ]
         default = (high or [default])[-1]
-    default = min((config for config in low_enough if config in deep), key=loaded, default=default)
     return default, *[config for config in fitting if config != default]
 
 
@@ -306,24 +329,21 @@ def empty_backward(wanted, inputs):
 
 
 def prepare_backward(call, config, inputs):
-    """Prepares da = dc bᵀ and db = aᵀ dc, each with the tiles of the configuration, but db with
-    tiles of its own if a has few rows: db then has many, and a short inner dimension.
+    """Prepares da = dc bᵀ with the tiles of the configuration, and db = aᵀ dc with the same.
+
+    In place of a deep tile db takes its own default, because it has many rows.
     """
     (dc,), (a, b), _saved = inputs
     m, n, k = (call.problem[name] for name in "mnk")
-    of_b = candidates(call, k, n, m)[0] if m <= FEW_ROWS else config
+    config_b = candidates(call, k, n, m)[0] if config in DEEP else config
     da = _multiply(call, dc, b.t(), config) if "a" in call.wanted else None
-    db = _multiply(call, a.t(), dc, of_b) if "b" in call.wanted else None
+    db = _multiply(call, a.t(), dc, config_b) if "b" in call.wanted else None
 
     def launch(inputs, scalars):
         (dc,), (a, b), _saved = inputs
         return da and da(dc, b.t()), db and db(a.t(), dc)
 
     return launch
-
-
-def configs_backward(call: Call) -> tuple[MatmulConfig, ...]:
-    return candidates(call, *(call.problem[name] for name in "mkn"))
 
 
 FORWARD = Kernel("triton", empty, prepare, configs=configs)

@@ -181,7 +181,8 @@ def _warps(elements: int, a_thread: int) -> int:
 
 def configs(call):
     block_d = triton.next_power_of_2(call.problem["width"])
-    few = call.problem["rows"] <= call.target.multiprocessors  # a program for every row
+    # With few rows the time is that of one program: it has a single row, which more threads load.
+    few = call.problem["rows"] <= call.target.multiprocessors
     rows = 1 if few else max(1, 1024 // block_d)
     threads = (8, 16, 32) if few else (16, 8, 32)
     found = [Config(rows, _warps(rows * block_d, a_thread)) for a_thread in threads]
