@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from tests.ops.launched import reads, recorded
 from tnp.dispatch import devices, plans, selection
+from tnp.dispatch.spec import Call
 from tnp.ops._shared.walks import walk
 from tnp.ops.rms_norm_swiglu import OPERATOR, reference, rms_norm_swiglu
 from tnp.ops.rms_norm_swiglu import triton_rms_norm_swiglu as code
@@ -120,3 +121,13 @@ def test_wide_rows_are_read_by_columns():
     call = selection.describe(OPERATOR, (x, x, weight), wanted=("x",))
     assert "at most 8192, not 8193" in code.HELD.refuses(call)
     assert code.CHUNKS.refuses(call) is None
+
+
+@pytest.mark.parametrize("rows, width, first", [
+    (128, 512, (1, 2)), (128, 8192, (1, 32)),  # a program for every row
+    (4096, 512, (2, 2)), (4096, 8192, (1, 16)),
+])  # fmt: skip
+def test_few_rows_of_the_gated_norm_have_a_program_each(rows, width, first):
+    problem = OPERATOR.problem("float16", rows=rows, width=width)
+    config = code.configs(Call(problem, devices.named("H200")))[0]
+    assert (config.rows, config.num_warps) == first

@@ -216,22 +216,17 @@ def _deep_tiles(call: Call, m: int, n: int, k: int) -> list[MatmulConfig]:
     The first loads least, which is counted as rounds × (block_m + block_n): programs run in rounds,
     one on each multiprocessor. There are none for many rows, or where TMA cannot read.
     """
-    size, target = call.problem.itemsize, call.target
-    aligned = size == 2 and n * size % ALIGNMENT == k * size % ALIGNMENT == 0
-    if m > FEW_ROWS or not aligned or target.kind != "cuda" or target.capability < TMA_FROM:
+    target = call.target
+    with_tma = target.kind == "cuda" and target.capability >= TMA_FROM
+    if m > FEW_ROWS or call.problem.itemsize != 2 or _is_ragged(call, n, k) or not with_tma:
         return []
 
     def loaded(config: MatmulConfig) -> int:
-        n_tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
-        rounds = triton.cdiv(n_tiles, target.multiprocessors)
+        rounds = triton.cdiv(_n_tiles(config, m, n), target.multiprocessors)
         return rounds * (config.block_m + config.block_n)
 
-    fitting = [
-        config
-        for config in DEEP
-        if config.block_m < 2 * m and _shared_bytes(config, size) <= target.shared_bytes
-    ]
-    return sorted(fitting, key=loaded)
+    low_enough = (config for config in DEEP if config.block_m < 2 * m)
+    return sorted((config for config in low_enough if _fits(call, config)), key=loaded)
 
 
 def candidates(call: Call, m: int, n: int, k: int) -> tuple[MatmulConfig, ...]:
@@ -242,31 +237,43 @@ def candidates(call: Call, m: int, n: int, k: int) -> tuple[MatmulConfig, ...]:
     if m ≥ HIGH, the last tile of at least HIGH rows replaces it, if there is one for every third
     multiprocessor.
     """
-    size, target = call.problem.itemsize, call.target
+    target = call.target
     most = MOST_SUMS if target.capability >= TMA_FROM else REGISTER_SUMS
-    if n * size % ALIGNMENT or k * size % ALIGNMENT:
+    if _is_ragged(call, n, k):
         most = RAGGED_SUMS
     fitting = [
         config
-        for config in CONFIGS[size]
-        if config.block_m * config.block_n <= most * 32 * config.num_warps
-        and (target.kind != "cuda" or _shared_bytes(config, size) <= target.shared_bytes)
+        for config in CONFIGS[call.problem.itemsize]
+        if config.block_m * config.block_n <= most * 32 * config.num_warps and _fits(call, config)
     ]
-
-    def n_tiles(config: MatmulConfig) -> int:
-        return triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
-
     low_enough = [config for config in fitting if config.block_m < 2 * m] or fitting[-1:]
-    filling = [config for config in low_enough if n_tiles(config) >= target.multiprocessors]
+    filling = [config for config in low_enough if _n_tiles(config, m, n) >= target.multiprocessors]
     default = (filling or low_enough[-1:])[0]
     if default.block_m < HIGH <= m:
         high = [
             config
             for config in low_enough
-            if config.block_m >= HIGH and 3 * n_tiles(config) >= target.multiprocessors
+            if config.block_m >= HIGH and 3 * _n_tiles(config, m, n) >= target.multiprocessors
         ]
         default = (high or [default])[-1]
     return default, *[config for config in fitting if config != default]
+
+
+def _n_tiles(config: MatmulConfig, m: int, n: int) -> int:
+    return triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
+
+
+def _is_ragged(call: Call, *sizes: int) -> bool:
+    """Returns whether rows of one of these sizes start between multiples of 16 bytes."""
+    return any(size * call.problem.itemsize % ALIGNMENT for size in sizes)
+
+
+def _fits(call: Call, config: MatmulConfig) -> bool:
+    """Returns whether the shared memory of a block suffices."""
+    target = call.target
+    return target.kind != "cuda" or (
+        _shared_bytes(config, call.problem.itemsize) <= target.shared_bytes
+    )
 
 
 def _shared_bytes(config: MatmulConfig, itemsize: int) -> int:
@@ -290,7 +297,7 @@ def product(
     )
     return Bound(
         _product_kernel,
-        (triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n),),
+        (_n_tiles(config, m, n),),
         m, n, k, a.stride, b.stride,
         maps=maps if mapped else (),
         EPILOGUE=epilogue, MAPPED=mapped, A_TRANSPOSED=a.transposed, B_TRANSPOSED=b.transposed,

@@ -61,7 +61,8 @@ def _rms_norm_swiglu_fwd_kernel(
     mask = (rows < n_rows)[:, None] & (offs_d < D)[None, :]
     offs_x = row_offsets(rows, n_inner, stride_xo, stride_xi)[:, None] + offs_d[None, :]
     offs_g = row_offsets(rows, n_inner, stride_go, stride_gi)[:, None] + offs_d[None, :]
-    # A weight of x's shape has x's layout: otherwise it passes through shared memory.
+    # With one row a program, a weight of x's shape has x's layout. Otherwise it passes through
+    # shared memory.
     offs_w = offs_d[None, :]
     # If registers hold them, all loads are issued before the sum waits for the first.
     x = load_rows(x_ptr, offs_x, mask)
