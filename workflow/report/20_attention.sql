@@ -28,4 +28,6 @@ select
     evidence_cell(valid, why_not) as evidence
 from own_operators
 where op = 'attention' and n_q is not null
-order by device asc, pass desc, batch::bigint * n_q * n_k asc, shape asc, implementation asc;
+order by
+    device asc, pass desc, batch::bigint * n_q * n_k asc, shape asc, implementation asc,
+    comparison_key asc;

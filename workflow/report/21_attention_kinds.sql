@@ -25,4 +25,4 @@ select
     evidence_cell(valid, why_not) as evidence
 from own_operators
 where op = 'attention' and n_q is null and config_id not like 'untuned--%'
-order by device asc, pass desc, config_id asc, implementation asc;
+order by device asc, pass desc, config_id asc, implementation asc, comparison_key asc;

@@ -21,4 +21,4 @@ select
     evidence_cell(valid, why_not) as evidence
 from own_operators
 where op = 'decode_attention'
-order by device asc, config_id asc, implementation asc;
+order by device asc, config_id asc, implementation asc, comparison_key asc;

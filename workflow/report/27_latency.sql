@@ -18,4 +18,5 @@ select
     evidence_cell(valid, why_not) as evidence
 from latency
 where status = 'ok'
-order by device asc, op asc, pass desc, shape asc, p50_ms asc, implementation asc;
+order by
+    device asc, op asc, pass desc, shape asc, p50_ms asc, implementation asc, comparison_key asc;
