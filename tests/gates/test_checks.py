@@ -10,6 +10,7 @@ from tnp.experiment.gpu_memory import Busy
 from tnp.gates import GATES, blocked, gates_for, generic_gate, generic_gates, run_gate
 from tnp.gates import gate as gate_named
 from tnp.gates.checks import Check, error_ratio, max_abs_error, relative_error
+from tnp.gates.cuda_graphs import against_eager
 
 
 @pytest.mark.parametrize(
@@ -194,3 +195,11 @@ def test_unsupported_is_a_row_with_the_reason():
     rows = run_gate("cuda_graphs", "cpu")["gates"]
     assert [(r["status"], r["passed"]) for r in rows] == [("unsupported", None)]
     assert "CUDA device" in rows[0]["reason"]
+
+
+@pytest.mark.parametrize(("roundings", "passed"), [(1, True), (2, False)])
+def test_a_captured_run_may_differ_by_one_rounding_from_equal_eager_runs(roundings, passed):
+    results = [torch.full((12,), 1.0), torch.full((500,), 1.5)]
+    captured = [result * (1 + roundings * 2.0**-24) for result in map(torch.Tensor.double, results)]
+    checks = list(against_eager(("losses", "weights"), captured, [results] * 4, "fused"))
+    assert [check.passed for check in checks] == [passed, passed]
