@@ -11,7 +11,7 @@ block of keys as m. It then computes no maximum and rescales nothing. The row's 
 so no weight that matters underflows. The sum also shows afterwards whether a later score was too
 far above m: it is then above LIMIT, or the output is not finite. A program with such a row computes
 all its tiles again with online softmax (Milakov and Gimelshein, arXiv 1805.02867). In bfloat16 that
-takes a score 64 above m, to base 2.
+takes a score 64 above m, to base 2, and in float16 one 16 above m, where p is no longer finite.
 
 BASE2: q carries scale·log2(e), and m is 0 unless a block is the only one. A score then costs an
 exponential and no FFMA, which is faster because power limits the kernel. Sums from 2^−64 to 2^64
