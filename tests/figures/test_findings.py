@@ -224,6 +224,21 @@ def test_stages_say_where_ours_gains_most_of_a_step(drawn: Drawn) -> None:
     assert "our deterministic attention" not in as_svg(chart)
 
 
+@pytest.mark.parametrize(("figure", "view"), [("memory", "memory"), ("stages", "stage_share")])
+def test_sizes_that_only_ours_ran_come_last(figure: str, view: str, drawn: Drawn) -> None:
+    """Small comes before mid, unless nothing is compared there."""
+    pairs = [(shape, name) for shape in ("small", "mid") for name in ("sdpa_flash", "fused")]
+    stages = [sample.stage_rows({MLP: 9.0}, shape=at, variant=name) for at, name in pairs]
+    tables = sample.merged(sample.steps(dict.fromkeys(pairs, 9.0)), *stages)
+    svg = as_svg(drawn(figure, tables))
+    assert 0 <= svg.index(">small<") < svg.index(">mid<")
+    tables[view] = [
+        row for row in tables[view] if (row["shape"], row["role"]) != ("small", "baseline")
+    ]
+    svg = as_svg(drawn(figure, tables))
+    assert 0 <= svg.index(">mid<") < svg.index(">small<")
+
+
 def test_stages_say_where_ours_gains_nowhere_and_whose_each_bar_is(drawn: Drawn) -> None:
     """Colours alone tell nobody who cannot tell them apart."""
     pytorch, both = (sample.stage_rows({MLP: 3.0, **rest}) for rest in ({}, {BACKWARD: 4.5}))

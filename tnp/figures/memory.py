@@ -11,7 +11,7 @@ from tnp.figures import data, switches, theme
 from tnp.figures.data import Row
 from tnp.figures.layout import Layout
 
-PANEL_WIDTH = 345  # px
+PANEL_WIDTH = 322  # px
 COLUMNS = 2  # panels abreast
 LABEL_ROOM = 1.25  # axis length over the longest bar, for the number right of it
 
@@ -24,8 +24,10 @@ TOOLTIP = [
 # A step without its optimizer is another configuration, on another line.
 NO_OPTIMIZER = " (no optimizer)"
 QUERY = """
-    select * from memory
-    order by varies, n_context, n_target, batch desc, shape, variant, checkpoint, cuda_graph
+    select *, bool_and(role = 'own') over (partition by device, shape) as ours_alone
+    from memory
+    order by
+        ours_alone, varies, n_context, n_target, batch desc, shape, variant, checkpoint, cuda_graph
 """
 
 

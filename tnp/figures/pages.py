@@ -12,7 +12,7 @@ from tnp.figures.story import FIGURES, STORY
 
 # Charts are drawn for light pages. Dark pages invert them and turn their hues back.
 STYLE = """
-body { margin: 0 auto; padding: 16px; background: white; color: #1f2328; max-width: 1248px;
+body { margin: 0 auto; padding: 16px; background: white; color: #1f2328; max-width: 1290px;
        font-family: Helvetica, Arial, "Liberation Sans", sans-serif; line-height: 1.4 }
 h1 { font-size: 21px; margin: 12px 0 8px } h2 { font-size: 17px; margin: 24px 0 0 }
 p, dd { font-size: 14px; margin: 4px 0; color: #59636e; max-width: 900px }

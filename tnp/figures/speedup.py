@@ -15,7 +15,7 @@ from tnp.figures.data import Row
 from tnp.figures.layout import Layout
 from tnp.figures.words import words
 
-PANEL_WIDTH = 345  # px
+PANEL_WIDTH = 310  # px
 COLUMNS = 2  # panels abreast
 LABEL_ROOM = 0.6  # the label's room, as a power of the span from the lowest to the highest end
 
