@@ -29,9 +29,9 @@ from workflow.validation import validate
 
 PAGE = Path("SPECIFICATION.md")
 ASKED = Path("workflow/asked")
-# GPUs by preference, each with what its rows begin with in *shown by*.
+# GPUs, the preferred one first, each with the prefix of its text in *shown by*.
 DEVICES = {"nvidia-h200": "", "nvidia-h100-80gb-hbm3": "H100: "}
-# Numbers read rows of one device alone in these.
+# Views in which a number's query sees the rows of one device only.
 OF_DEVICE = (
     "memory",
     "own_operators",
@@ -54,8 +54,8 @@ class Thing(NamedTuple):
         gates: gates that prove it.
         studies: studies and training runs of config.yaml that measure it, or patterns of their
             names such as "latency_*".
-        number: SQL for one row: a text, null while no row is recorded, and whether it reaches
-            what was asked. `Rows` says which tables it reads.
+        number: SQL that returns one row: a text (null if nothing is recorded), and whether it
+            reaches what was asked. `Rows` says which tables it reads.
         lacks: a sentence on what is missing, as far as gates, studies and number do not show it.
         note: a sentence on a difference from the document, or on what is shown.
     """
@@ -151,12 +151,17 @@ class Rows:
             from gate_status group by gate
         """
         self.gates = {name: counts for name, *counts in self.connection.execute(query).fetchall()}
-        # A step that does not fit the memory has no valid row: `oom` is its answer.
+        # Jobs of several studies may measure one thing, and only the current code counts. A step
+        # that does not fit the memory has no valid row: `oom` is its answer.
         query = """
             select config_id from training where device = getvariable('device')
             union
             select config_id from measurements
-            where device = getvariable('device') and (valid or (kind = 'step' and status = 'oom'))
+            where device = getvariable('device') and comparison_key in (
+                select comparison_key from measurements
+                where device = getvariable('device') and is_current
+                    and (valid or (kind = 'step' and status = 'oom'))
+            )
         """
         self.measured = {config_id for (config_id,) in self.connection.execute(query).fetchall()}
 

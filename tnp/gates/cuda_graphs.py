@@ -19,7 +19,7 @@ N_STEPS = N_EAGER_BEFORE_CAPTURE + 5
 # inputs, differs far more.
 N_NULL, MARGIN = 3, 8
 # Where sums have an order that varies only in some runs, all eager runs may agree by chance, as in
-# gate `ragged` on an H200 on 2026-11-28. So one unit in the last place of float32 is always allowed.
+# gate `ragged` on 2026-11-28. So one unit in the last place of float32 is always allowed.
 ROUNDING = torch.finfo(torch.float32).eps
 # The largest difference in nats of two forward passes with equal weights. A step at the gate's
 # learning rate changes the loss by 1e-2 to 1e-1.

@@ -140,7 +140,7 @@ def _by_default(target: Target) -> str:
     if target.capability < OLDEST:
         return (
             f"{measured}. Our Triton kernels need {OLDEST / 10}. By name run attention "
-            "'reference', and the CUDA C++ of ./lab without gradients"
+            "'reference', and the CUDA C++ of ./lab"
         )
     return (
         f"{measured}. Ours run by name where the table says yes. python -m tnp.tuning times them "

@@ -27,7 +27,7 @@ from tnp.ops._shared.primitives import add_dot
 from tnp.ops._shared.triton_matmul import GROUP_M, MatmulConfig, load_tile, sigmoid, store_tile
 from tnp.util.checks import is_expanded
 
-# The tiles by bytes per element, in the order of preference.
+# Tiles (block_m, block_n, block_k, warps, stages) by bytes per element, preferred ones first.
 CONFIGS = {
     2: (
         MatmulConfig(128, 128, 64, 8, 3),
@@ -51,11 +51,11 @@ DEEP = (
     MatmulConfig(64, 128, 128, 4, 4),
     MatmulConfig(128, 128, 64, 8, 6),
 )
-# The most sums that a thread holds. With more, tiles spill at 8.0 or 9.0. MOST_SUMS: operands go
-# from shared memory to the tensor cores. REGISTER_SUMS: operands take registers. RAGGED_SUMS: rows
-# are not aligned, and elements are loaded one by one.
+# The most float32 sums that a thread holds: from 9.0 on, where operands go from shared memory to the
+# tensor cores; before, where they take registers; and if rows are not aligned, where elements are
+# loaded one by one. With more, tiles spill at 8.0 or 9.0.
 MOST_SUMS, REGISTER_SUMS, RAGGED_SUMS = 128, 64, 32
-HIGH = 64  # rows of a tile that reads b seldom enough
+HIGH = 64  # tiles with fewer rows read b too often
 TMA_FROM = 90  # compute capability
 ALIGNMENT = 16  # bytes, of rows that TMA reads, and of vectors
 
@@ -206,12 +206,13 @@ def configs(call: Call) -> tuple[MatmulConfig, ...]:
 
 
 def configs_backward(call: Call) -> tuple[MatmulConfig, ...]:
+    """Returns tiles for da = dc bᵀ, [m, k] of inner size n. db uses them too."""
     m, n, k = (call.problem[name] for name in "mnk")
     return *_deep_tiles(call, m, k, n), *candidates(call, m, k, n)
 
 
 def _deep_tiles(call: Call, m: int, n: int, k: int) -> list[MatmulConfig]:
-    """Returns the deep tiles with fewer than 2 m rows for a result [m, n] of inner size k.
+    """Returns the tiles of DEEP with fewer than 2 m rows for a result [m, n] of inner size k.
 
     The first loads least, which is counted as rounds × (block_m + block_n): programs run in rounds,
     one on each multiprocessor. There are none for many rows, or where TMA cannot read.
@@ -232,10 +233,10 @@ def _deep_tiles(call: Call, m: int, n: int, k: int) -> list[MatmulConfig]:
 def candidates(call: Call, m: int, n: int, k: int) -> tuple[MatmulConfig, ...]:
     """Returns the tiles that fit a result [m, n] of inner size k.
 
-    The default comes first. It has fewer than 2 m rows, and is the first of such tiles in CONFIGS
-    of which there is one for every multiprocessor, else the last. A tile of few rows reads b often:
-    if m ≥ HIGH, the last tile of at least HIGH rows replaces it, if there is one for every third
-    multiprocessor.
+    The default comes first. A tile is low enough if it has fewer than 2 m rows. The default is the
+    first such tile of CONFIGS that gives every multiprocessor work, else the last. Tiles of few rows
+    read b often: if m ≥ HIGH and the default has fewer rows than HIGH, the last low tile of at least
+    HIGH rows replaces it, if there is one for every third multiprocessor.
     """
     target = call.target
     most = MOST_SUMS if target.capability >= TMA_FROM else REGISTER_SUMS
@@ -336,9 +337,9 @@ def empty_backward(wanted, inputs):
 
 
 def prepare_backward(call, config, inputs):
-    """Prepares da = dc bᵀ with the tiles of the configuration, and db = aᵀ dc with the same.
+    """Prepares da = dc bᵀ and db = aᵀ dc, both with the tiles of the configuration.
 
-    In place of a deep tile db takes its own default, because it has many rows.
+    If that is in DEEP, db takes its own default: it has too many rows for a deep tile.
     """
     (dc,), (a, b), _saved = inputs
     m, n, k = (call.problem[name] for name in "mnk")

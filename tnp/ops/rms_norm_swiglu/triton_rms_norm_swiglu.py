@@ -35,7 +35,7 @@ WARP = 32
 
 @dataclass(frozen=True)
 class Config:
-    """Sets the rows that a program holds at a time."""
+    """Sets the rows that a program holds at a time, and its warps."""
 
     rows: int
     num_warps: int
@@ -61,10 +61,10 @@ def _rms_norm_swiglu_fwd_kernel(
     mask = (rows < n_rows)[:, None] & (offs_d < D)[None, :]
     offs_x = row_offsets(rows, n_inner, stride_xo, stride_xi)[:, None] + offs_d[None, :]
     offs_g = row_offsets(rows, n_inner, stride_go, stride_gi)[:, None] + offs_d[None, :]
-    # With one row a program, a weight of x's shape has x's layout. Otherwise it passes through
+    # A weight [1, BLOCK_D] has x's layout if a program has one row. Otherwise it passes through
     # shared memory.
     offs_w = offs_d[None, :]
-    # If registers hold them, all loads are issued before the sum waits for the first.
+    # If registers hold x, gate and weight, all three loads start before the sum waits for x.
     x = load_rows(x_ptr, offs_x, mask)
     gate = load_rows(gate_ptr, offs_g, mask)
     if WEIGHT_AHEAD:
@@ -128,7 +128,7 @@ def _rms_norm_swiglu_bwd_chunks_kernel(
     D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
     WITH_X: tl.constexpr, WITH_GATE: tl.constexpr, WITH_WEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Computes the same as the kernel above, with dweight in partials[p], its own memory."""
+    """Computes the same for rows that registers cannot hold. Program p adds up in partials[p]."""
     first = tl.program_id(0) * ROWS
     partials_ptr += tl.program_id(0).to(tl.int64) * D
     for start in tl.range(first, n_rows, tl.num_programs(0) * ROWS):
@@ -170,7 +170,7 @@ def _rms_norm_swiglu_bwd_chunks_kernel(
                 dx = cast(dx, dx_ptr.dtype.element_ty)
                 tl.store(dx_ptr + row_out + offs_d[None, :], dx, mask=mask)
             if WITH_WEIGHT:
-                # The first rows must not read it, because nothing was written there.
+                # A program's first rows must not read partials: nothing was written there.
                 before = tl.load(
                     partials_ptr + offs_d, mask=(offs_d < D) & (start > first), other=0.0
                 )
@@ -198,8 +198,8 @@ def configs_held(call):
     rows = max(1, 512 // block_d)
     ahead = 3 * rows * block_d * call.problem.itemsize  # bytes of a stage
     found = []
-    # With 16 elements a thread has 128 registers. With 8 it has half as many, which are too few
-    # without prefetched loads.
+    # Threads of a multiprocessor, by elements a thread holds: 512 have 128 registers each, 1,024
+    # have 64. Those are too few without prefetched loads, so (8, 1) is no candidate.
     threads = {16: 512, 8: 1024}
     for a_thread, num_stages in ((16, 2), (16, 1), (16, 3), (8, 2), (8, 3)):
         num_warps = _warps(rows * block_d, a_thread)

@@ -8,14 +8,15 @@ s = scale·log2(e)·q kᵀ:
 
 Softmax does not depend on the reference m. The kernel takes each row's largest score in its first
 block of keys as m. It then computes no maximum and rescales nothing. The row's sum is at least 1,
-so no weight that matters underflows. The sum also shows afterwards whether a later score was too
-far above m: it is then above LIMIT, or the output is not finite. A program with such a row computes
-all its tiles again with online softmax (Milakov and Gimelshein, arXiv 1805.02867). In bfloat16 that
-takes a score 64 above m, to base 2, and in float16 one 16 above m, where p is no longer finite.
+so no weight that matters underflows. Afterwards the sum is checked. If a later score was too far
+above m, the sum exceeds LIMIT, or the output is not finite: in bfloat16 at a score 64 above m, to
+base 2, in float16 at 16, where p overflows. A program with such a row computes all its tiles again
+with online softmax (Milakov and Gimelshein, arXiv 1805.02867).
 
-BASE2: q carries scale·log2(e), and m is 0 unless a block is the only one. A score then costs an
-exponential and no FFMA, which is faster because power limits the kernel. Sums from 2^−64 to 2^64
-are accepted: no weight that matters then under- or overflows in bfloat16.
+BASE2: q is already multiplied by scale·log2(e), and m is 0 unless there is only one block of keys.
+A score then costs an exponential and no FFMA. Fewer instructions need less power, which limits the
+kernel. The sum may now be less than 1: sums from 2^−64 to 2^64 are accepted, where no weight that
+matters under- or overflows in bfloat16.
 
 The exponentials of one warpgroup run beside the matmuls of the others, as in FlashAttention-3
 (arXiv 2407.08608).
@@ -514,9 +515,9 @@ class ForwardConfig:
 
 
 def schedule(n_tiles: int, blocks: int, programs: int, may_split: bool) -> tuple[int, int, int]:
-    """Returns a program's whole query tiles, the tiles to split, and its key blocks of split tiles.
+    """Returns (whole query tiles a program, tiles to split, key blocks of split tiles a program).
 
-    Without a split, the last round has whole tiles too, and not all programs get one.
+    Without a split it returns (rounds, 0, 0). In the last round some programs have no tile.
     """
     n_whole, n_split = divmod(n_tiles, programs)
     share = triton.cdiv(n_split * blocks, programs)
@@ -541,6 +542,8 @@ def _combine_kernel(
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    # Program p takes the blocks p·share to (p + 1)·share − 1 of all split tiles. They lie in at most
+    # two tiles, so a program has two parts.
     first = split * blocks // share
     last = ((split + 1) * blocks - 1) // share
     for program in tl.range(first, last + 1):
@@ -569,10 +572,10 @@ def configs(call: Call) -> tuple[ForwardConfig, ...]:
     wide, masked = call.problem["head_dim"] == 128, not all_seen(call.problem)
     if masked and wide:
         return (ForwardConfig(64, 4, 240, 2),)
-    if masked:  # three: 570 : 511 TFLOP/s (causal, 16,384 tokens, 32 heads over 8, H200)
+    if masked:  # three consumers 570 TFLOP/s, two 511 (causal, 16,384 tokens, 32 heads over 8, H200)
         two, three = ForwardConfig(64, 8, 240, 2), ForwardConfig(64, 8, 160, 3)
         return (two, three) if call.problem["n_q"] <= 2 * ROWS.value else (three, two)
-    if wide:  # 649 : 626 TFLOP/s (8 × 2,048, 32 heads, H200)
+    if wide:  # blocks of 128 keys 649 TFLOP/s, of 64 626 (8 × 2,048, 32 heads, H200)
         return ForwardConfig(128, 2, 240, 2), ForwardConfig(64, 4, 240, 2)
     return (
         ForwardConfig(64, 8, 160, 3),
@@ -586,8 +589,8 @@ def tiles(call: Call, config: ForwardConfig) -> tuple[int, int, tuple[int, int, 
     """Returns all query tiles, the key blocks of one tile, and the `schedule` of the programs.
 
     There are as many programs as multiprocessors. With n_keys or a mask nothing is split: a
-    program's share would depend on the samples' lengths. With a causal mask and no window, the last
-    number of the schedule is the rounds of a section of heads.
+    program's share would depend on the samples' lengths. With a causal mask and no window the
+    schedule is (rounds of all heads, 0, rounds of a section of heads).
     """
     p = call.problem
     rows = config.consumers * ROWS.value
