@@ -44,7 +44,7 @@ def check(n: int, n_cores: int, is_local: bool) -> None:
     """Raises ValueError if the first `n` visible GPUs cannot share the work.
 
     Args:
-        n: key `gpus`, or 1 for the CPU.
+        n: key `gpus`.
         n_cores: option --cores.
         is_local: whether the jobs run on this machine.
     """
@@ -53,6 +53,8 @@ def check(n: int, n_cores: int, is_local: bool) -> None:
     if not is_local:
         raise ValueError(f"gpus is {n}, and for one host alone: a cluster has --jobs")
     models = _models()
+    if not models:
+        raise ValueError(f"gpus is {n}, but no NVIDIA GPU can be seen: leave it out")
     if len(models) < n:
         raise ValueError(f"gpus is {n}, but {len(models)} GPUs can be seen: use at most that")
     visible = list(models)[:n]

@@ -96,6 +96,9 @@ def test_what_cannot_share_the_work_is_refused(monkeypatch, n, n_cores, is_local
     gpus.check(1, 1, False)
     with pytest.raises(ValueError, match=said):
         gpus.check(n, n_cores, is_local)
+    host(monkeypatch)
+    with pytest.raises(ValueError, match="gpus is 2, but no NVIDIA GPU can be seen: leave it out"):
+        gpus.check(2, 2, True)
 
 
 def test_all_steps_of_a_shape_run_on_one_gpu(checkout):

@@ -74,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for index, problem in enumerate(problems):
             print("\n" * bool(index), end="")
+            if len(problems) > 1:
+                print(f"Problem {index + 1} of {len(problems)}")
             timed |= _shown(operator, problem, names, passes, timing)
     except DeviceMissing as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)

@@ -38,7 +38,7 @@ class FunctionTasks:
 
     Raises:
         TypeError: functions is no list.
-        ValueError: functions differ in dimensions or have too few points.
+        ValueError: functions differ in dimensions, or all have too few points.
         ValueError: a value is missing or not finite.
         ValueError: groups are missing, or no function has groups to hold out.
     """
@@ -70,6 +70,12 @@ class FunctionTasks:
             found = " and ".join(f"d_x {d_x}, d_y {d_y}" for d_x, d_y in sorted(dimensions))
             raise ValueError(f"functions of {found} cannot train one model")
         ((self.d_x, self.d_y),) = dimensions
+        most = max(len(x) for x, _ in self.functions)
+        if most <= self.n_context[0]:
+            raise ValueError(
+                f"n_context begins at {self.n_context[0]}, but no function has more than {most} "
+                f"points, one of them a target: let it begin at {most - 1} or less"
+            )
         self._share: float | None = None
         self._rows: list[list[list[int]]] | None = None  # rows by function and group
         self._drawn = list(range(len(functions)))

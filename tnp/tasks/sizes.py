@@ -16,7 +16,7 @@ def require_range(name: str, limits: Range) -> Range:
     """Returns the smallest and the largest number of points as ints, or raises ValueError."""
     if not isinstance(limits, Sequence) or isinstance(limits, str) or len(limits) != 2:
         raise ValueError(
-            f"{name} is {limits!r}: it must be the smallest and the largest number, (3, 64)"
+            f"{name} is {limits!r}: it must be the smallest and the largest number, such as (3, 64)"
         )
     low = require_count(f"the smallest {name}", limits[0], at_least=1)
     return low, require_count(f"the largest {name}", limits[1], at_least=low)

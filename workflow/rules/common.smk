@@ -211,7 +211,7 @@ onstart:
         if any("gpu" in job.rule.resources for job in workflow.dag.needrun_jobs()):
             if workflow.local_exec:
                 start.check_device(SLUG)
-            gpus.check(N_GPUS, workflow.cores, workflow.local_exec)
+            gpus.check(CONFIG.gpus, workflow.cores, workflow.local_exec)
         start.check_new(
             job.output[0] for job in workflow.dag.needrun_jobs() if job.output
         )

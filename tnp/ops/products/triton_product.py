@@ -51,9 +51,9 @@ DEEP = (
     MatmulConfig(64, 128, 128, 4, 4),
     MatmulConfig(128, 128, 64, 8, 6),
 )
-# The most float32 sums that a thread holds: from 9.0 on, where operands go from shared memory to the
-# tensor cores; before, where they take registers; and if rows are not aligned, where elements are
-# loaded one by one. With more, tiles spill at 8.0 or 9.0.
+# The most float32 sums that a thread holds: from 9.0 on, where operands go from shared memory to
+# the tensor cores; before, where they take registers; and if rows are not aligned, where elements
+# are loaded one by one. With more, tiles spill at 8.0 or 9.0.
 MOST_SUMS, REGISTER_SUMS, RAGGED_SUMS = 128, 64, 32
 HIGH = 64  # tiles with fewer rows read b too often
 TMA_FROM = 90  # compute capability
@@ -234,9 +234,9 @@ def candidates(call: Call, m: int, n: int, k: int) -> tuple[MatmulConfig, ...]:
     """Returns the tiles that fit a result [m, n] of inner size k.
 
     The default comes first. A tile is low enough if it has fewer than 2 m rows. The default is the
-    first such tile of CONFIGS that gives every multiprocessor work, else the last. Tiles of few rows
-    read b often: if m ≥ HIGH and the default has fewer rows than HIGH, the last low tile of at least
-    HIGH rows replaces it, if there is one for every third multiprocessor.
+    first such tile of CONFIGS that gives every multiprocessor work, else the last. Tiles of few
+    rows read b often: if m ≥ HIGH and the default has fewer rows than HIGH, the last low tile of at
+    least HIGH rows replaces it, if there is one for every third multiprocessor.
     """
     target = call.target
     most = MOST_SUMS if target.capability >= TMA_FROM else REGISTER_SUMS

@@ -542,8 +542,8 @@ def _combine_kernel(
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    # Program p takes the blocks p·share to (p + 1)·share − 1 of all split tiles. They lie in at most
-    # two tiles, so a program has two parts.
+    # Program p takes blocks p·share to (p + 1)·share − 1 of all split tiles, in two tiles at most,
+    # so a program has two parts.
     first = split * blocks // share
     last = ((split + 1) * blocks - 1) // share
     for program in tl.range(first, last + 1):
@@ -572,7 +572,7 @@ def configs(call: Call) -> tuple[ForwardConfig, ...]:
     wide, masked = call.problem["head_dim"] == 128, not all_seen(call.problem)
     if masked and wide:
         return (ForwardConfig(64, 4, 240, 2),)
-    if masked:  # three consumers 570 TFLOP/s, two 511 (causal, 16,384 tokens, 32 heads over 8, H200)
+    if masked:  # three consumers 570 TFLOP/s, two 511 (causal, 16,384 tokens, 32:8 heads, H200)
         two, three = ForwardConfig(64, 8, 240, 2), ForwardConfig(64, 8, 160, 3)
         return (two, three) if call.problem["n_q"] <= 2 * ROWS.value else (three, two)
     if wide:  # blocks of 128 keys 649 TFLOP/s, of 64 626 (8 × 2,048, 32 heads, H200)
