@@ -299,8 +299,8 @@ def test_collated_tasks_are_padded_to_the_largest():
         ),
         (
             {"n_context": (40, 90)},
-            "n_context begins at 40, but no function has more than 40 points, one of them a target: "
-            "let it begin at 39 or less",
+            "n_context begins at 40, but no function has more than 40 points, one of them a "
+            "target: let it begin at 39 or less",
         ),
         ({"n_context": 4}, "n_context is 4: it must be the smallest and the largest number"),
         ({"n_context": (0, 4)}, "the smallest n_context is 0: it must be a whole number, at least"),
