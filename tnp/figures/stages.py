@@ -27,11 +27,7 @@ PLACES = [
 ]
 
 QUERY = """
-    select
-        *,
-        bool_and(role = 'own') over (
-            partition by device, shape, batch, n_context, n_target, dtype
-        ) as ours_alone
+    select *, bool_and(role = 'own') over (partition by device, shape) as ours_alone
     from stage_share
     where fastest
     order by ours_alone, n_context, n_target, batch desc, shape, dtype, role = 'own'
