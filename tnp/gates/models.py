@@ -87,6 +87,14 @@ def build_model(
     return model.to(device)
 
 
+@torch.no_grad()
+def moved(model: TransformerNP, units: int) -> TransformerNP:
+    """Returns the model, after every weight grew by `units` times its dtype's `eps`."""
+    for p in model.parameters():
+        p.mul_(1 + units * torch.finfo(p.dtype).eps)
+    return model
+
+
 def recomputing(device: torch.device, variant: Variant) -> Iterator[tuple[str, TransformerNP]]:
     """Yields the model with each way of recomputing blocks in the backward pass."""
     yield "checkpointed", build_model(device, variant, checkpoint=True)

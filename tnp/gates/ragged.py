@@ -116,8 +116,8 @@ def _captured(device: torch.device, name: str, variant: Variant) -> Iterator[Che
     spare = SPARE if pack else (0, 0)
     buckets = Buckets(whole.n_context + spare[0], whole.n_target + spare[1])
 
-    def run(cuda_graph: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        model = models.build_model(device, variant)
+    def run(cuda_graph: bool = False, units: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        model = models.moved(models.build_model(device, variant), units)
         rate = models.scale(device).learning_rate
         step = TrainingStep(model, learning_rate=rate, cuda_graph=cuda_graph, buckets=buckets)
         losses = []
@@ -128,7 +128,7 @@ def _captured(device: torch.device, name: str, variant: Variant) -> Iterator[Che
             losses.append(step(_ragged(one, 0.0) if pack else one))
         return torch.stack(losses), models.weights(model)
 
-    eager, captured = [run(cuda_graph=False) for _ in range(1 + N_NULL)], run(cuda_graph=True)
+    eager, captured = [run(units=k) for k in range(1 + N_NULL)], run(cuda_graph=True)
     losses = f"{name}: losses of {N_STEPS} steps of {len(sizes)} sizes"
     names = losses, f"{name}: weights after them"
     yield from against_eager(names, captured, eager, variant.attention)
