@@ -2,7 +2,7 @@
 -- the implementations in it. Early rows have no role and no mean time.
 create or replace view stg_steps as
 select
-    * replace (
+    * exclude (host_code) replace (
         coalesce(
             role,
             earlier_role(variant, coalesce(operators ->> '$.*', [split_part(variant, '_', 1)]))
@@ -28,7 +28,8 @@ select
     step_ms_p50 as median_ms,
     coalesce(step_ms_mean, step_ms_p50) as mean_ms,
     step_ms_std as std_ms,
-    case when not coalesce(cuda_graph, false) then coalesce(source_hash, '-') end as host_hash,
+    case when not coalesce(cuda_graph, false) then coalesce(host_code, source_hash, '-') end
+        as host_hash,
     list_distinct(
         list_concat(
             list_transform(
@@ -42,5 +43,6 @@ select
     ) as uses,
     true as checked
 from steps
+left join stg_host_code using (run_id)
 qualify
     row_number() over (partition by device, run, config_id order by recorded_at, origin) = 1;
