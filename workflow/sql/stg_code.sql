@@ -16,7 +16,7 @@ select
     hash
 from code_parts;
 
--- Grain: run_id: a hash of the definitions that a step without a CUDA graph waits for. Code that
+-- Grain: run_id × implementation: a hash of the definitions that ran while it was timed. Code that
 -- prepares a timing or records it is left out: `tnp.bench`, `tnp.experiment`, `tnp.gates`, and
 -- `tnp.tasks.sizes`, which draws sizes.
 create or replace table stg_host_code as
@@ -33,7 +33,7 @@ with hashed as (
 
 select
     run_id,
+    implementation,
     host_code
 from stg_code_sets
-inner join hashed using (code_set)
-where implementation = '';
+inner join hashed using (code_set);

@@ -2,8 +2,8 @@
 -- comparison key and the implementations in it.
 create or replace view stg_predictions as
 select
-    * exclude (host_code),
-    run_of(run_id, device, recorded_at) as run,
+    predictions.*,
+    run_of(predictions.run_id, device, recorded_at) as run,
     'prediction' as kind,
     'prediction' as pass,
     '' as code_of,
@@ -24,6 +24,7 @@ select
     list_transform(json_keys(operators), lambda name: name || '/' || (operators ->> name)) as uses,
     true as checked
 from predictions
-left join stg_host_code using (run_id)
+left join stg_host_code as host
+    on predictions.run_id = host.run_id and host.implementation = ''
 qualify
     row_number() over (partition by device, run, config_id order by recorded_at, origin) = 1;

@@ -2,13 +2,13 @@
 -- the implementations in it. Early rows have no role and no mean time.
 create or replace view stg_steps as
 select
-    * exclude (host_code) replace (
+    steps.* replace (
         coalesce(
             role,
             earlier_role(variant, coalesce(operators ->> '$.*', [split_part(variant, '_', 1)]))
         ) as role
     ),
-    run_of(run_id, device, recorded_at) as run,
+    run_of(steps.run_id, device, recorded_at) as run,
     'step' as kind,
     'step' as pass,
     '' as code_of,
@@ -43,6 +43,6 @@ select
     ) as uses,
     true as checked
 from steps
-left join stg_host_code using (run_id)
+left join stg_host_code as host on steps.run_id = host.run_id and host.implementation = ''
 qualify
     row_number() over (partition by device, run, config_id order by recorded_at, origin) = 1;
