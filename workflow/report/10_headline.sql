@@ -6,7 +6,7 @@
 -- "PyTorch's best" is the fastest that we could make it without a kernel of ours: cuDNN's
 -- attention, a padded hidden width, no unread rows, `torch.compile`, and a CUDA graph where that
 -- helps. "Ours" is the step of ours that is surest to be fast: the interval of its ratio to
--- PyTorch's best begins highest. View `speedup` also marks who is `fastest`.
+-- PyTorch's best begins highest.
 --
 -- Tokens are all points, context and targets, of all tasks: tasks × (context + target points) over
 -- the step time. A ratio above 1 says how many times as fast ours is. Ratios with an interval come
