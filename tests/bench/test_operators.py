@@ -82,14 +82,9 @@ def out_of_memory(*_, **__):
     raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-def half_installed(*_, **__):
-    raise ImportError("cannot import name '_ir'")
-
-
 @pytest.mark.parametrize(
     ("run", "status", "reason"),
     [
-        (half_installed, "unsupported", "^a package cannot be imported: .* '_ir'$"),
         (out_of_memory, "oom", "^CUDA out of memory.$"),
         (lambda *inputs, **rest: plain(*inputs, **rest) * 1.01, "error", "after timing"),
         (lambda *inputs, **rest: plain(*inputs, **rest) * float("nan"), "error", "after timing"),

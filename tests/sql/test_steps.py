@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from tests.sql.conftest import (
-    CODE,
     NOW,
     SQL,
     VIEWS,
@@ -360,29 +359,6 @@ def test_the_fastest_of_each_side_has_its_stages_marked(store: Callable[..., Que
 
 
 NEWER = {"kernel": {"_kernel": "2"}, "module": {"tnp.model": "2"}}
-
-
-@pytest.mark.parametrize(
-    ("name", "n_versions"),
-    [
-        ("tnp.model.network:TransformerNP", 2),
-        ("tnp.tasks.task:Task", 2),
-        ("tnp.tasks.sizes:require_range", 1),
-        ("tnp.bench.steps:run", 1),
-    ],
-)
-def test_a_step_without_a_graph_has_a_version_by_the_definitions_it_runs(
-    store: Callable[..., Query], name: str, n_versions: int
-) -> None:
-    """What prepares or records a timing takes no time of the step."""
-    same = {"tnp.model.layers:Block": "1"}
-    parts = [
-        run(f"run {found}", step("fused", [50.0]), minutes=int(found),
-            code={"kernel": CODE["kernel"], "definition": same | {name: found}})
-        for found in "12"
-    ]  # fmt: skip
-    (row,) = store(*parts)("select count(distinct code_version) as n from measurements")
-    assert row["n"] == n_versions
 
 
 def test_a_regression_is_against_what_did_not_change(store: Callable[..., Query]) -> None:

@@ -33,7 +33,7 @@ from tnp.bench.timing import (
 from tnp.dispatch import devices
 from tnp.dispatch.registry import catalog, is_automatic
 from tnp.dispatch.spec import Work
-from tnp.experiment.failures import Unsupported, classify
+from tnp.experiment.failures import classify
 from tnp.experiment.kernel_code import launches
 
 # If the fastest is shorter than this, all run from CUDA graphs, which hide the host's launch time.
@@ -179,8 +179,6 @@ def _measure_pass(
             with launches() as kernels:
                 calls = workload.calls(name)
                 compile_s = sum(first_call(call, device) for call in calls)
-        except ImportError as error:
-            raise Unsupported(f"a package cannot be imported: {error}") from error
         finally:
             code[implementation_of(name)].kernels |= kernels
         return Contender.of(calls, compile_s, device)

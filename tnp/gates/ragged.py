@@ -15,7 +15,7 @@ import torch
 
 from tnp.gates import models
 from tnp.gates.checks import Check, max_abs_error
-from tnp.gates.cuda_graphs import N_NULL, against_eager
+from tnp.gates.cuda_graphs import N_NULL, Trained, against_eager, trained
 from tnp.model.buckets import Buckets
 from tnp.model.packing import Capacity, capacity_for
 from tnp.model.transformer_np import TransformerNP
@@ -116,17 +116,17 @@ def _captured(device: torch.device, name: str, variant: Variant) -> Iterator[Che
     spare = SPARE if pack else (0, 0)
     buckets = Buckets(whole.n_context + spare[0], whole.n_target + spare[1])
 
-    def run(cuda_graph: bool = False, units: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(cuda_graph: bool = False, units: int = 0) -> Trained:
         model = models.moved(models.build_model(device, variant), units)
         rate = models.scale(device).learning_rate
         step = TrainingStep(model, learning_rate=rate, cuda_graph=cuda_graph, buckets=buckets)
-        losses = []
+        tasks = []
         for index in range(N_STEPS):
             (m, n), task = sizes[index % len(sizes)], models.task(device, index)
             cut = (task.x_context[:, :m], task.y_context[:, :m])
             one = Task(*cut, task.x_target[:, :n], task.y_target[:, :n])
-            losses.append(step(_ragged(one, 0.0) if pack else one))
-        return torch.stack(losses), models.weights(model)
+            tasks.append(_ragged(one, 0.0) if pack else one)
+        return trained(step, model, tasks)
 
     eager, captured = [run(units=k) for k in range(1 + N_NULL)], run(cuda_graph=True)
     losses = f"{name}: losses of {N_STEPS} steps of {len(sizes)} sizes"

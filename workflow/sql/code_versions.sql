@@ -4,10 +4,11 @@
 -- Rows share a comparison key where device, variant or implementation, sizes, dtype and switches
 -- are equal. An operator's latency has another key than its throughput. Rows share a code version
 -- where they also agree in the hashes of the specification, the launched kernels and the timing
--- policy, and in the chosen kernels and configurations, from whatever source. For predictions,
--- steps without a CUDA graph and operators of ours the definitions that ran take part too
--- (`stg_host_code`): host code takes time, and decides how operands are padded. A failed row
--- without a known launch joins the newest version with which it agrees otherwise.
+-- policy, and in the chosen kernels and configurations, from whatever source. For predictions and
+-- steps without a CUDA graph the source files take part too, because their host code takes time.
+-- They take part for an operator of ours as well, because its host code decides how operands are
+-- padded. A failed row without a known launch joins the newest version with which it agrees
+-- otherwise.
 --
 -- A key's current version is the version of its newest row with an outcome. A row that could not
 -- run here, was killed or took too long replaces nothing.

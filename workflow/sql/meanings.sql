@@ -149,7 +149,6 @@ from (
     ('heldout_log_likelihood_shuffled', 'the same with shuffled context values: the control'),
     ('heldout_log_likelihood_stderr', 'standard error of heldout_log_likelihood over the tasks'),
     ('high', 'upper end of the ratio''s 95 % interval'),
-    ('host_code', 'hash of the definitions that a step runs on the host'),
     ('host_hash', 'hash of the host code where it takes part in the time'),
     ('host_ms', 'ms of the host until a step''s call returns'),
     ('host_us', 'microseconds of the host for a call'),

@@ -21,14 +21,13 @@ named as (
         run_of(run_id, device, recorded_at) as run
     from ops
     left join families using (op)
-    left join stg_host_code using (run_id, implementation)
     qualify
         row_number() over (partition by device, run, config_id, pass order by recorded_at, origin)
         = 1
 )
 
 select
-    * exclude (host_code),
+    *,
     'operator' as kind,
     implementation as code_of,
     nullif(timing, 'throughput') as other_timing,
@@ -62,7 +61,7 @@ select
     time_ms_p50 as median_ms,
     coalesce(time_ms_mean, time_ms_p50) as mean_ms,
     time_ms_std as std_ms,
-    case when role = 'own' then coalesce(host_code, source_hash, '-') end as host_hash,
+    case when role = 'own' then coalesce(source_hash, '-') end as host_hash,
     list_distinct(
         [
             used_family || '/' || implementation,

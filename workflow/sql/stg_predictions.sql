@@ -2,8 +2,8 @@
 -- comparison key and the implementations in it.
 create or replace view stg_predictions as
 select
-    predictions.*,
-    run_of(predictions.run_id, device, recorded_at) as run,
+    *,
+    run_of(run_id, device, recorded_at) as run,
     'prediction' as kind,
     'prediction' as pass,
     '' as code_of,
@@ -20,11 +20,9 @@ select
     ) as comparison_key,
     time_ms_p50 as median_ms,
     time_ms_mean as mean_ms,
-    coalesce(host_code, source_hash, '-') as host_hash,
+    coalesce(source_hash, '-') as host_hash,
     list_transform(json_keys(operators), lambda name: name || '/' || (operators ->> name)) as uses,
     true as checked
 from predictions
-left join stg_host_code as host
-    on predictions.run_id = host.run_id and host.implementation = ''
 qualify
     row_number() over (partition by device, run, config_id order by recorded_at, origin) = 1;

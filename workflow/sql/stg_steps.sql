@@ -2,13 +2,13 @@
 -- the implementations in it. Early rows have no role and no mean time.
 create or replace view stg_steps as
 select
-    steps.* replace (
+    * replace (
         coalesce(
             role,
             earlier_role(variant, coalesce(operators ->> '$.*', [split_part(variant, '_', 1)]))
         ) as role
     ),
-    run_of(steps.run_id, device, recorded_at) as run,
+    run_of(run_id, device, recorded_at) as run,
     'step' as kind,
     'step' as pass,
     '' as code_of,
@@ -28,8 +28,7 @@ select
     step_ms_p50 as median_ms,
     coalesce(step_ms_mean, step_ms_p50) as mean_ms,
     step_ms_std as std_ms,
-    case when not coalesce(cuda_graph, false) then coalesce(host_code, source_hash, '-') end
-        as host_hash,
+    case when not coalesce(cuda_graph, false) then coalesce(source_hash, '-') end as host_hash,
     list_distinct(
         list_concat(
             list_transform(
@@ -43,6 +42,5 @@ select
     ) as uses,
     true as checked
 from steps
-left join stg_host_code as host on steps.run_id = host.run_id and host.implementation = ''
 qualify
     row_number() over (partition by device, run, config_id order by recorded_at, origin) = 1;
