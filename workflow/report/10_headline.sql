@@ -8,10 +8,9 @@
 -- helps. "Ours" is the step of ours that is surest to be fast: the interval of its ratio to
 -- PyTorch's best begins highest.
 --
--- Tokens are all points, context and targets, of all tasks: tasks × (context + target points) over
--- the step time. A ratio above 1 says how many times as fast ours is. Ratios with an interval come
--- from runs made together on one GPU. The times are medians of all runs, so dividing them may give
--- a slightly different ratio.
+-- Tokens/s are tasks × (context + target points) over the step time. A ratio above 1 says how many
+-- times as fast ours is. Ratios with an interval come from runs made together on one GPU. The times
+-- are medians of all runs, so dividing them may give a slightly different ratio.
 with gpus as (
     select
         device,
