@@ -363,6 +363,13 @@ def test_ablation_claims_no_gain_without_a_verdict(drawn: Drawn) -> None:
     assert "PyTorch with cuDNN's attention and a padded hidden width, uncompiled" in said
 
 
+def test_ablation_tells_steps_that_were_timed_apart_from_those_not_run(drawn: Drawn) -> None:
+    rows = sample.ablation_rows({("mlp", "mid"): 1.0, ("attention", "mid"): 2.0})
+    rows["ablation"][0] |= {"gain_alone_ms": None, "gain_last_ms": None, "without_ms": None}
+    svg = as_svg(drawn("ablation", rows))
+    assert svg.count("not timed together</text>") == svg.count("not run</text>") > 0
+
+
 def test_matrix_groups_winners_by_variant(drawn: Drawn) -> None:
     times = {
         ("small", "sdpa_flash"): 50.0,

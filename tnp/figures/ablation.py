@@ -22,6 +22,8 @@ ENDS = {
     "alone": ("added to PyTorch's", "#0072B2"),
     "last": ("taken from ours", "#D55E00"),
 }
+# The two steps whose times an end compares.
+STEPS = {"alone": ("base_ms", "only_ms"), "last": ("full_ms", "without_ms")}
 
 TOOLTIP = [
     alt.Tooltip("component:N"),
@@ -186,10 +188,13 @@ def _panel(
     return theme.panel(layers, y, components, height, PANEL_WIDTH, title, layout)
 
 
-def _outcome(row: Row) -> str:
+def _outcome(row: Row, end: str) -> str:
     if row["status"] != "ok":
         return row["status"]
-    return "not_counted" if row["valid"] is False else "not run"
+    if row["valid"] is False:
+        return "not_counted"
+    timed = all(row[step] is not None for step in STEPS[end])
+    return "not timed together" if timed else "not run"
 
 
 def _failures(rows: list[Row], ends_shown: list[str]) -> list[Row]:
@@ -198,7 +203,7 @@ def _failures(rows: list[Row], ends_shown: list[str]) -> list[Row]:
         {
             "component": row["component"],
             "end": ENDS[end][0],
-            "text": theme.status_text(_outcome(row)),
+            "text": theme.status_text(_outcome(row, end)),
             "reason": theme.one_line(row["reason"] or row["why_not"]),
         }
         for row in rows
