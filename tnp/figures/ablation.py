@@ -17,13 +17,11 @@ PANEL_WIDTH = 300  # px
 COLUMNS = 2  # panels abreast
 SLOT_HEIGHT = 15  # px, per bar
 
-# Prefix of the view's columns → name and colour.
+# End in the names of the view's columns → name, colour, and the two steps whose times are compared.
 ENDS = {
-    "alone": ("added to PyTorch's", "#0072B2"),
-    "last": ("taken from ours", "#D55E00"),
+    "alone": ("added to PyTorch's", "#0072B2", ("base_ms", "only_ms")),
+    "last": ("taken from ours", "#D55E00", ("full_ms", "without_ms")),
 }
-# The two steps whose times an end compares.
-STEPS = {"alone": ("base_ms", "only_ms"), "last": ("full_ms", "without_ms")}
 
 TOOLTIP = [
     alt.Tooltip("component:N"),
@@ -155,7 +153,7 @@ def _panel(
     ends = [bar[name] for bar in bars for name in ("gain_ms", "low_ms", "high_ms") if bar[name]]
     low, high = min([0.0, *ends]), max([0.0, *ends])
     span = high - low or 1.0
-    names, colors = zip(*ENDS.values(), strict=True)
+    names, colors, _ = zip(*ENDS.values(), strict=True)
     # Room for the labels right of the longest bar.
     scale = alt.Scale(domain=[low - 0.05 * span, high + 0.3 * span], nice=False)
     x = alt.X("gain_ms:Q", scale=scale, title="gain, ms of a step").axis(tickCount=5)
@@ -193,7 +191,8 @@ def _outcome(row: Row, end: str) -> str:
         return row["status"]
     if row["valid"] is False:
         return "not_counted"
-    timed = all(row[step] is not None for step in STEPS[end])
+    _, _, steps = ENDS[end]
+    timed = all(row[step] is not None for step in steps)
     return "not timed together" if timed else "not run"
 
 
