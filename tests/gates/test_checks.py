@@ -11,7 +11,7 @@ from tnp.experiment.gpu_memory import Busy
 from tnp.gates import GATES, blocked, gates_for, generic_gate, generic_gates, models, run_gate
 from tnp.gates import gate as gate_named
 from tnp.gates.checks import Check, error_ratio, max_abs_error, relative_error
-from tnp.gates.cuda_graphs import N_NULL, SAME_WEIGHTS, Trained, against_eager
+from tnp.gates.cuda_graphs import N_NULL, SAME_WEIGHTS, Trained, against_eager, starts
 from tnp.model.variants import Variant
 
 
@@ -216,6 +216,14 @@ def test_captured_runs_are_held_to_the_spread_of_eager_runs():
     assert passed(8.1, 2.1) == [False, False, True]
     eager[0] = eager[0]._replace(before=equal + spread)  # an update too small to be missed
     assert passed(0, 0) == [True, True, False]
+    del eager[1:]
+    assert passed(0, 0) == [True, True, True]
+    assert passed(1, 1) == [False, False, True]
+
+
+def test_only_attention_with_a_fixed_order_of_sums_must_be_equalled():
+    runs = {name: len(starts(name)) for name in ("separate", "fused", "sdpa_flash")}
+    assert runs == {"separate": 1, "fused": 1 + N_NULL, "sdpa_flash": 1 + N_NULL}
 
 
 def test_eager_runs_of_the_gates_model_never_agree_by_chance(monkeypatch):

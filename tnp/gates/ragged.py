@@ -15,7 +15,7 @@ import torch
 
 from tnp.gates import models
 from tnp.gates.checks import Check, max_abs_error
-from tnp.gates.cuda_graphs import N_NULL, Trained, against_eager, trained
+from tnp.gates.cuda_graphs import Trained, against_eager, starts, trained
 from tnp.model.buckets import Buckets
 from tnp.model.packing import Capacity, capacity_for
 from tnp.model.transformer_np import TransformerNP
@@ -128,7 +128,7 @@ def _captured(device: torch.device, name: str, variant: Variant) -> Iterator[Che
             tasks.append(_ragged(one, 0.0) if pack else one)
         return trained(step, model, tasks)
 
-    eager, captured = [run(units=k) for k in range(1 + N_NULL)], run(cuda_graph=True)
+    eager, captured = [run(units=k) for k in starts(variant.attention)], run(cuda_graph=True)
     losses = f"{name}: losses of {N_STEPS} steps of {len(sizes)} sizes"
     names = losses, f"{name}: weights after them"
     yield from against_eager(names, captured, eager, variant.attention)
