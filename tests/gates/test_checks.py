@@ -214,19 +214,19 @@ def test_captured_runs_are_held_to_the_spread_of_eager_runs():
 
     assert passed(7.9, 1.9) == [True, True, True]
     assert passed(8.1, 2.1) == [False, False, True]
-    eager[0] = eager[0]._replace(before=equal + spread)  # an update too small to be missed
+    eager[0] = eager[0]._replace(before=equal + spread)  # the last update is within the bound
     assert passed(0, 0) == [True, True, False]
     del eager[1:]
     assert passed(0, 0) == [True, True, True]
     assert passed(1, 1) == [False, False, True]
 
 
-def test_only_attention_with_a_fixed_order_of_sums_must_be_equalled():
+def test_one_eager_run_is_enough_where_sums_have_a_fixed_order():
     runs = {name: len(starts(name)) for name in ("separate", "fused", "sdpa_flash")}
     assert runs == {"separate": 1, "fused": 1 + N_NULL, "sdpa_flash": 1 + N_NULL}
 
 
-def test_eager_runs_of_the_gates_model_never_agree_by_chance(monkeypatch):
+def test_larger_first_weights_change_the_loss_by_less_than_a_step(monkeypatch):
     scale_of_gpus = models.scale(torch.device("cuda"))
     monkeypatch.setattr(models, "scale", lambda _: scale_of_gpus)
     device = torch.device("cpu")

@@ -79,7 +79,7 @@ def test_ablation_has_verdicts_from_all_runs_of_its_steps(store: Callable[..., Q
     assert mlp["speedup_alone_low"] < 1.25 < mlp["speedup_alone_high"]
     assert mlp["gain_alone_ms"] == pytest.approx(2, rel=0.01)
     assert (norm["valid"], norm["verdict_alone"], norm["gain_alone_ms"]) == (False, None, None)
-    assert norm["why_not"] == "the device was too hot while this was timed"
+    assert norm["why_not"] == "heat or hardware slowed the device while this was timed"
     assert norm["verdict_last"] == "faster"
     (full,) = query("from step_summary where variant = 'fused'")
     assert (full["n_runs"], full["studies"], full["study"]) == (4, ["ablation", "matrix"], "matrix")

@@ -14,13 +14,13 @@ from tnp.figures.layout import Layout
 from tnp.figures.words import explained
 
 PANEL_WIDTH = 300  # px
-COLUMNS = 2  # panels abreast
+COLUMNS = 2  # panels side by side
 SLOT_HEIGHT = 15  # px, per bar
 
-# End in the names of the view's columns → name, colour, and the two steps whose times are compared.
+# End in the names of the view's columns → name, colour, columns of the slower and the faster step.
 ENDS = {
     "alone": ("added to PyTorch's", "#0072B2", ("base_ms", "only_ms")),
-    "last": ("taken from ours", "#D55E00", ("full_ms", "without_ms")),
+    "last": ("taken from ours", "#D55E00", ("without_ms", "full_ms")),
 }
 
 TOOLTIP = [
@@ -124,8 +124,7 @@ def _bars(rows: list[Row]) -> list[Row]:
     """Returns a row for each bar, from the view's wide rows."""
     bars = []
     for row in rows:
-        steps = {"alone": ("base_ms", "only_ms"), "last": ("without_ms", "full_ms")}
-        for end, (slower, faster) in steps.items():
+        for end, (_, _, (slower, faster)) in ENDS.items():
             if row[f"gain_{end}_ms"] is not None:
                 bars.append(
                     {

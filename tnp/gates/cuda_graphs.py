@@ -19,11 +19,11 @@ from tnp.train.step import TrainingStep
 from tnp.train.step_graphs import N_EAGER_BEFORE_CAPTURE
 
 N_STEPS = N_EAGER_BEFORE_CAPTURE + 5
-# The spread is the largest difference between a first eager run and N_NULL more. Where sums have an
-# order that varies only in some runs, equal runs may agree by chance, as in gate `ragged` on
-# 2026-11-28. So the k-th of the others starts with every weight k float32 roundings larger. Three
-# runs measure the spread roughly, so a captured run's losses may differ by 8 times as much. Its
-# weights may differ by twice as much: a lost last update, which no loss shows, moves them more.
+# The spread is the largest difference between a first eager run and N_NULL more. Equal runs may
+# agree by chance, as in gate `ragged` on 2026-11-28. So the k-th of the others starts with every
+# weight k float32 roundings larger. Three runs measure the spread roughly, so a captured run's
+# losses may differ by 8 spreads. Its weights may differ by 2: a lost last update, which no loss
+# shows, moves them more.
 N_NULL, LOSS_MARGIN, WEIGHT_MARGIN = 3, 8, 2
 # The largest difference in nats of two forward passes with equal weights. A step at the gate's
 # learning rate changes the loss by 1e-2 to 1e-1.
@@ -31,10 +31,10 @@ SAME_WEIGHTS = 1e-4
 
 
 def starts(attention: str) -> range:
-    """Returns how many roundings larger the weights of each eager run start.
+    """Returns how many roundings each eager run adds to its first weights.
 
     If all sums of an attention have a fixed order, one run is enough: the captured run must equal
-    it. PyTorch's attention does not say whether they have.
+    it. PyTorch's attention declares no order.
     """
     [found] = (one for one in OPERATOR.implementations if one.name == attention)
     operations = [one for one in (found.forward, found.backward) if one]
@@ -101,8 +101,8 @@ def against_eager(
 ) -> Iterator[Check]:
     """Checks losses and weights of a captured run against eager runs.
 
-    The bounds follow the spread of the eager runs, which differ by rounding alone. A single eager
-    run must be equalled. The control is an eager run that lost its last update.
+    The bounds follow the spread of the eager runs, which differ by rounding alone. A
+    captured run must equal a single eager run. The control is an eager run that lost its last update.
 
     Args:
         names: names the checks of losses and of weights.

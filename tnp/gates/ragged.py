@@ -1,8 +1,8 @@
 """Checks phase 10: samples of different sizes are computed as if each stood alone.
 
 In float64, loss and gradients of a padded or packed batch equal those of its single samples, except
-for rounding. Padding is NaN. In the model's dtype, every attention and all our operators come as
-near as PyTorch's own form of the unpadded samples. A model that takes padding for points must fail.
+for rounding. Padding is NaN. In the model's dtype, every attention and all our operators are as
+near to float64 as PyTorch's own form without padding. A model that takes padding for points must fail.
 Captured steps, with one graph for each bucket of sizes, equal the eager ones.
 """
 
@@ -57,7 +57,7 @@ def checks(device: torch.device) -> Iterator[Check]:
 
 
 def _ways(batch: Task) -> list[tuple[str, Capacity | None]]:
-    """Returns the ways to compute samples of different sizes together, with their packed rows."""
+    """Returns each way to compute ragged samples together, with its packed rows (None: padded)."""
     capacity = capacity_for(batch.count(), batch.batch, (batch.n_context, batch.n_target))
     return [("padded with NaN", None), ("packed, NaN behind each sample", capacity)]
 
@@ -67,7 +67,7 @@ def _gradients(model: TransformerNP, batch: Task, capacity: Capacity | None) -> 
 
 
 def _ours(device: torch.device) -> Iterator[tuple[str, Variant]]:
-    """Yields all our operators, if our attention runs here."""
+    """Yields a variant with all our operators, if our attention runs here."""
     if "fused" in models.implementations(device):
         yield "all operators of ours", models.ours(device)
 
@@ -79,6 +79,7 @@ def _lengths(n_samples: int, most: int, device: torch.device) -> torch.Tensor:
 
 
 def _ragged(task: Task, fill: float) -> Task:
+    """Returns the task with samples of different sizes, padded with `fill`."""
     padded = task.padded(task.n_context + SPARE[0], task.n_target + SPARE[1]).clone()
     lengths = [
         _lengths(task.batch, most, task.x_context.device)

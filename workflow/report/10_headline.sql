@@ -35,7 +35,7 @@ select
     ) as against_plain,
     of_peer(best_pytorch_role, ratio_cell(speedup_best, speedup_best_low, speedup_best_high))
         as against_best,
-    of_peer(best_pytorch_role, verdict_best) as verdict
+    of_peer(best_pytorch_role, verdict_best) as verdict_against_best
 from speedup
 left join gpus using (device)
 -- Steps whose sizes vary have a table of their own, and batches that were timed for their memory

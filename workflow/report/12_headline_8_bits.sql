@@ -13,7 +13,7 @@ select
     ratio_cell(speedup, speedup_low, speedup_high) as against_plain,
     of_peer(best_pytorch_role, ratio_cell(speedup_best, speedup_best_low, speedup_best_high))
         as against_best,
-    of_peer(best_pytorch_role, verdict_best) as verdict
+    of_peer(best_pytorch_role, verdict_best) as verdict_against_best
 from speedup
 where leads and valid and not varies and precision != ''
 order by device asc, n_context asc, n_target asc, batch desc;

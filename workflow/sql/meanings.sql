@@ -404,7 +404,7 @@ from (
     ('until_replayed_s', 'seconds of the two first predictions, of which the second is captured'),
     ('used_family', 'family of the operator in uses'),
     ('uses', 'implementations in it, as family/implementation'),
-    ('valid', 'gated, precise enough and not too hot; null: recorded without evidence'),
+    ('valid', 'gated, precise enough and not slowed by heat; null: recorded without evidence'),
     ('value', 'measured value of the check'),
     ('variance', 'variance of the pairs'' differences'),
     ('variant', 'variant of the model'),

@@ -7,7 +7,7 @@
 -- run is red. An operator's output must also have been checked after timing. This check alone gates
 -- a peer or a baseline that waits for no gate. Null means that evidence is missing.
 --
--- A row is `valid` where it is gated and precise enough, it ended well and the GPU was not too hot.
+-- A row is `valid` where it is gated and precise enough, it ended well and nothing slowed the GPU.
 -- `why_not` says in one sentence why a row is not. `is_used` marks the rows of a code version that
 -- medians are over. They are its valid rows. If it has none, they are its rows without evidence,
 -- and if it has none of these either, its invalid rows. `work_key` is equal where two things do the
@@ -94,7 +94,7 @@ judged as (
         status = 'ok' and not coalesce(throttled, false) and gated and precise_enough as valid,
         case
             when status != 'ok' then concat_ws(': ', status, nullif(reason, ''))
-            when throttled then 'the device was too hot while this was timed'
+            when throttled then 'heat or hardware slowed the device while this was timed'
             when not gated then gate_reason
             when not precise_enough then 'the samples were not precise enough'
             when run_id is null then 'recorded before evidence was kept'

@@ -1,17 +1,18 @@
 -- Grain: device × kind × part: how far times differ where nothing was changed, as standard
 -- deviations of their logarithm (0.01 is 1 %).
 --
--- `within_runs` is for the samples of a typical run: the median of all runs', since a stall of the
--- host once made one sample of 694 take 619 times as long. `between_runs` is for the medians of
--- successive runs of a session. `of_equals` is for the logarithmic ratio of equal things, from
--- `n_equals` pairs; from 8 pairs on, the intervals of table `contrasts` rest on it.
--- `between_sessions` is for a ratio from session to session, its runs' own noise included, from
--- `n_ratios` ratios of several sessions. Table `contrasts` assumes 0.003 beyond that noise.
+-- `within_runs`: samples of a typical run. It is the median over runs, because a stall of the host
+-- once made one sample of 694 take 619 times as long.
+-- `between_runs`: medians of successive runs of a session.
+-- `of_equals`: the logarithmic ratio of equal things, from `n_equals` pairs. From 8 pairs on, the
+-- intervals of table `contrasts` rest on it.
+-- `between_sessions`: a ratio from session to session, with the noise of its runs, from `n_ratios`
+-- ratios. Table `contrasts` assumes 0.003 beyond that noise.
 create or replace view noise as
 with successive_runs as (
     select
         *,
-        log_ms - lag(log_ms) over of_contender as step
+        log_ms - lag(log_ms) over of_contender as change
     from measurements
     where is_comparable
     window
@@ -28,8 +29,8 @@ runs as (
         part,
         count(*) as n_runs,
         median(deviation) as within_runs,
-        count(step) as n_successive,
-        sqrt(avg(step ** 2) / 2) as between_runs
+        count(change) as n_successive,
+        sqrt(avg(change ** 2) / 2) as between_runs -- a difference has twice the variance
     from successive_runs
     group by device, kind, part
 ),
