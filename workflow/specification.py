@@ -152,18 +152,33 @@ class Rows:
         """
         self.gates = {name: counts for name, *counts in self.connection.execute(query).fetchall()}
         # Jobs of several studies may measure one thing, and only the current code counts. A step
-        # that does not fit the memory has no valid row: `oom` is its answer.
+        # that does not fit the memory has no valid row: `oom` is its answer. `auto` is one of the
+        # other implementations.
         query = """
-            select config_id from training where device = getvariable('device')
-            union
-            select config_id from measurements
-            where device = getvariable('device') and comparison_key in (
-                select comparison_key from measurements
+            with answers as (
+                select
+                    comparison_key,
+                    bool_or(valid or (kind = 'step' and status = 'oom')) as measured,
+                    bool_and(role = 'own' and implementation is distinct from 'auto'
+                        and status != 'unsupported') as ours
+                from measurements
                 where device = getvariable('device') and is_current
-                    and (valid or (kind = 'step' and status = 'oom'))
+                group by comparison_key
             )
+            select
+                config_id,
+                bool_or(coalesce(measured, false)),
+                bool_or(ours and not coalesce(measured, false))
+            from measurements inner join answers using (comparison_key)
+            where device = getvariable('device')
+            group by config_id
+            union all
+            select distinct config_id, true, false from training
+            where device = getvariable('device')
         """
-        self.measured = {config_id for (config_id,) in self.connection.execute(query).fetchall()}
+        answers = self.connection.execute(query).fetchall()
+        self.measured = {config_id for config_id, is_measured, _ in answers if is_measured}
+        self.lacking = {config_id for config_id, _, is_lacking in answers if is_lacking}
 
     def standing(self, thing: Thing) -> Standing:
         """Returns how a thing stands."""
@@ -198,8 +213,9 @@ class Rows:
         return bool(thing.number and self.number(thing.number)[0])
 
     def n_measured(self, thing: Thing) -> int:
-        """Returns how many jobs of a thing's studies are measured."""
-        return sum(bool(ids & self.measured) for ids in self._jobs(thing))
+        """Returns how many jobs of a thing's studies are measured, with all of ours in them."""
+        jobs = self._jobs(thing)
+        return sum(bool(ids & self.measured) and not ids & self.lacking for ids in jobs)
 
     def _number(self, query: str) -> tuple[str | None, bool | None]:
         """Returns the text of a number, and whether it reaches what was asked."""

@@ -74,7 +74,12 @@ def devices() -> list[Rows]:
             ('red', 4, 1, 0, false), ('killed', 3, 0, 1, null)
         ) as gates (gate, n_checks, n_failed, n_skipped, passed);
         create table measurements as
-        select *, coalesce(key, config_id) as comparison_key from (values
+        select
+            *,
+            coalesce(key, config_id) as comparison_key,
+            if(config_id like '%--own', 'own', 'peer') as role,
+            if(config_id like 'auto--%', 'auto', 'other') as implementation
+        from (values
             ('a--own', true, 'op', 'ok', 'nvidia-h200', null, true),
             ('b', false, 'op', 'oom', 'nvidia-h200', null, true),
             ('b', true, 'op', 'ok', 'nvidia-h100-80gb-hbm3', null, true),
@@ -85,7 +90,13 @@ def devices() -> list[Rows]:
             ('replaced', true, 'step', 'ok', 'nvidia-h200', 'warm', false),
             ('replaced', false, 'step', 'ok', 'nvidia-h200', 'warm', true),
             ('once', true, 'step', 'ok', 'nvidia-h200', 'cold', false),
-            ('again', true, 'step', 'ok', 'nvidia-h200', 'cold', true)
+            ('again', true, 'step', 'ok', 'nvidia-h200', 'cold', true),
+            ('hot--own', false, 'op', 'ok', 'nvidia-h200', null, true),
+            ('hot--torch', true, 'op', 'ok', 'nvidia-h200', null, true),
+            ('old_gpu--own', false, 'op', 'unsupported', 'nvidia-h200', null, true),
+            ('old_gpu--torch', true, 'op', 'ok', 'nvidia-h200', null, true),
+            ('auto--own', false, 'op', 'ok', 'nvidia-h200', null, true),
+            ('auto--torch', true, 'op', 'ok', 'nvidia-h200', null, true)
         ) as jobs (config_id, valid, kind, status, device, key, is_current);
         create table training as select 'run' as config_id, 'nvidia-h200' as device;
     """)
@@ -96,6 +107,7 @@ def devices() -> list[Rows]:
         )
     jobs = {"study": [{"a", "a--own", "a--torch"}, {"b"}], "run": [{"run"}]}
     jobs |= {"steps": [{"large"}, {"hot"}], "old": [{"replaced"}, {"once"}]}
+    jobs["ours"] = [{f"{of}--own", f"{of}--torch"} for of in ("hot", "old_gpu", "auto")]
     gate_status = connection.sql("from gate_status").to_arrow_table()
     return [Rows(connection, jobs, device, gate_status) for device in specification.DEVICES]
 
@@ -142,6 +154,8 @@ def rows(devices) -> Rows:
         ({"where": ["here"], "studies": ["steps"]}, ("**`steps`: 1 of 2**", "partly", "")),
         # The current code's row of `replaced` is not valid. That of `once` is another study's.
         ({"where": ["here"], "studies": ["old"]}, ("**`old`: 1 of 2**", "partly", "")),
+        # Our row of `hot` is not valid, and PyTorch's does not stand for it.
+        ({"where": ["here"], "studies": ["ours"]}, ("**`ours`: 2 of 3**", "partly", "")),
         ({"where": ["here"], "number": "select '2 ×', true"}, ("2 ×", "works", "")),
         ({"where": ["here"], "number": "select '1 ×', false"}, ("**1 ×**", "partly", "")),
         (

@@ -47,8 +47,8 @@ INTRODUCTION = """\
 table is a query in [`workflow/report`](workflow/report).
 
 - **Evidence.** A row with evidence names its code and its GPU. The gates passed on that very code,
-  its times are precise enough, and heat did not slow the GPU. A gate is a set of checks that a kernel
-  must pass. Times are precise enough if their first and last third differ by less than 1 %.
+  its times are precise enough, and heat did not slow the GPU. A gate is a set of checks that a
+  kernel must pass. Times are precise enough if their first and last third differ by less than 1 %.
 - **Interval and verdict.** They need two rows with evidence that were timed beside each other. The
   interval is one of 95 %. *Faster* and *slower* mean by more than 1 %, corrected for the number of
   comparisons in the table. *Same* means within 1 %. *Ambiguous* means that more runs are needed.

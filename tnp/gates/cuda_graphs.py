@@ -34,7 +34,8 @@ def starts(attention: str) -> range:
     """Returns how many roundings each eager run adds to its first weights.
 
     If all sums of an attention have a fixed order, one run is enough: the captured run must equal
-    it. PyTorch's attention declares no order.
+    it. PyTorch's attention declares no order. No other operator of the gates' variants adds in an
+    order that varies.
     """
     [found] = (one for one in OPERATOR.implementations if one.name == attention)
     operations = [one for one in (found.forward, found.backward) if one]
@@ -101,8 +102,8 @@ def against_eager(
 ) -> Iterator[Check]:
     """Checks losses and weights of a captured run against eager runs.
 
-    The bounds follow the spread of the eager runs, which differ by rounding alone. A
-    captured run must equal a single eager run. The control is an eager run that lost its last update.
+    The bounds follow the spread of the eager runs, which differ by rounding alone. A captured run
+    must equal a single eager run. The control is an eager run that lost its last update.
 
     Args:
         names: names the checks of losses and of weights.

@@ -2,7 +2,8 @@
 
 In float64, loss and gradients of a padded or packed batch equal those of its single samples, except
 for rounding. Padding is NaN. In the model's dtype, every attention and all our operators are as
-near to float64 as PyTorch's own form without padding. A model that takes padding for points must fail.
+near to float64 as PyTorch's own form without padding. A model that takes padding for points must
+fail.
 Captured steps, with one graph for each bucket of sizes, equal the eager ones.
 """
 

@@ -5,8 +5,8 @@
 -- "Plain PyTorch" is the model as anybody would first write it, with PyTorch's FlashAttention.
 -- "PyTorch's best" is the fastest that we could make it without a kernel of ours: cuDNN's
 -- attention, a padded hidden width, no unread rows, `torch.compile`, and a CUDA graph where that
--- helps. "Ours" is the step of ours that is surest to be fast: the interval of its ratio to
--- PyTorch's best begins highest.
+-- helps. "Ours" is the step of ours in 16 bits that is surest to be fast: the interval of its ratio
+-- to PyTorch's best begins highest.
 --
 -- Tokens/s are tasks × (context + target points) over the step time. A ratio above 1 says how many
 -- times as fast ours is. Ratios with an interval come from runs made together on one GPU. The times

@@ -1,7 +1,7 @@
 -- # Operators at a glance
 -- The table counts problem sizes. At each size it takes the best of our implementations that has a
--- verdict, and compares it with the fastest of PyTorch and all other packages. A ratio above 1
--- means that ours is faster. The pages of [results/](results) have every size.
+-- verdict, and compares it with the fastest of PyTorch and the other packages that ran there. A
+-- ratio above 1 means that ours is faster. The pages of [results/](results) have every size.
 with
 best as (
     select

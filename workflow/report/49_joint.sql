@@ -3,7 +3,7 @@
 -- "Through the buffer" is a whole sample's time over its number of targets, encodings and capture
 -- included. "Anew" is one target of a context that is encoded for it alone, with half of the
 -- targets in it; 20 of them in a row were timed. "Trained" is a training step of the same model,
--- and "plain" one of the model without a buffer.
+-- and "plain" one of the model without a buffer, from runs of its own: compare within a row.
 select
     device,
     format('{}: {} × ({:,}, {:,})', shape, batch, n_context, n_target) as shape,

@@ -182,7 +182,7 @@ from (
     ('last_step', 'last training step that is compared'),
     ('launch', 'place of the kernel among those of the pass, from 0'),
     ('launch_config', 'JSON: kernels and configurations that were launched'),
-    ('leads', 'the one step of ours to name: among the fastest, the surest'),
+    ('leads', 'the one step of ours to name in a number format: among the fastest, the surest'),
     ('learning_rate', 'learning rate of the step'),
     ('less_accurate', 'gate batch_noise is red for one of its operators'),
     ('log_error', 'standard error of log_ratio'),
