@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from tnp.dispatch.spec import Implementation, on_cuda
 from tnp.ops.attention import HEAD_DIMS
 from tnp.ops.attention.definition import OF_ANY_KIND
 from tnp.ops.attention.torch_forms import on_host, softmax_scale
+from tnp.ops.buffered_attention.definition import TAKEN, Rows
 from tnp_peers.support import both, sizes
 
 MOST_MASKS = 16
@@ -60,16 +61,24 @@ def _block_mask(q: Tensor, k: Tensor, lengths: tuple, causal: bool, window: int)
     """
     if all(x is None for x in lengths) and not causal and not window:
         return None
-    batch, n_q, n_k = len(q), q.shape[2], k.shape[2]
+    return _made_once(partial(_seen, causal=causal, window=window), (causal, window), q, k, lengths)
 
+
+def _made_once(seen: Callable, of: tuple, q: Tensor, k: Tensor, lengths: tuple) -> Any:
+    """Returns the map of blocks for these lengths and the options `of`.
+
+    `seen(n_q, n_k, *lengths)` returns the mask's function. The first of the lengths is n_keys.
+    """
+    batch, n_q, n_k = len(q), q.shape[2], k.shape[2]
     numbers = [None if x is None else tuple(on_host(x)) for x in lengths]
-    key = batch, n_q, n_k, q.device, causal, window, *numbers
+    key = batch, n_q, n_k, q.device, of, *numbers
     if key not in _masks:
         with torch.inference_mode(False):  # a later call may need gradients
             own = [None if x is None else x.clone() for x in lengths]
-            seen = _seen(n_q, n_k, *own, causal, window)
             of_batch = None if lengths[0] is None else batch
-            _masks[key] = _compiled_block_mask()(seen, of_batch, None, n_q, n_k, device=q.device)
+            _masks[key] = _compiled_block_mask()(
+                seen(n_q, n_k, *own), of_batch, None, n_q, n_k, device=q.device
+            )
         if len(_masks) > MOST_MASKS:
             _masks.popitem(last=False)
     return _masks[key]
@@ -109,6 +118,36 @@ def _seen(
     return and_masks(*masks)
 
 
+def buffered(
+    q: Tensor, k: Tensor, v: Tensor, n_keys: Tensor | None, scale: float, n_buffer: int,
+    n_groups: int = 0, all_rows: bool = False, base2: bool = False,
+) -> Tensor:  # fmt: skip
+    """Runs flex_attention around a causal buffer. The map of blocks is made once, as in `flex`."""
+    of = n_buffer, n_groups, all_rows
+    block_mask = _made_once(partial(_beside, of), of, q, k, (n_keys,))
+    return _compiled_flex_attention()(
+        q, k, v, scale=softmax_scale(scale, base2), block_mask=block_mask
+    )
+
+
+def _beside(of: tuple[int, int, bool], n_q: int, n_k: int, n_keys: Tensor | None) -> Callable:
+    """Returns what `tnp.ops.buffered_attention.definition.visible` says, as a function."""
+    n_buffer, n_groups, all_rows = of
+    rows = Rows.counted(n_k - n_buffer, n_buffer, n_groups, all_rows, n_q)
+
+    def seen(b, h, i, j):
+        at = i - rows.n_first
+        beside = (at >= 0) & (at < rows.n_beside)
+        point = j - rows.n_context
+        of_context = (point < 0) if n_keys is None else (point < 0) & (j < n_keys[b])
+        return of_context | (beside & (point >= 0) & (point <= at % n_buffer))
+
+    return seen
+
+
+BUFFERED = Implementation(
+    "flex", run=buffered, supported=both(on_cuda(80), sizes("head_dim", HEAD_DIMS)), options=TAKEN
+)
 FLEX = Implementation(
     "flex",
     run=flex,

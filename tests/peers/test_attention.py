@@ -13,6 +13,7 @@ from tnp.dispatch.devices import CPU, named, of_capability
 from tnp.dispatch.spec import Call
 from tnp.ops.attention import OPERATOR
 from tnp.ops.attention.torch_forms import reference
+from tnp.ops.buffered_attention.definition import reference as around_a_buffer
 from tnp_peers import attention as peers
 from tnp_peers import flex
 
@@ -181,6 +182,15 @@ def test_a_kind_is_refused_or_right(packages, name, kind):
         wanted = torch.autograd.grad(expected.square().sum(), inputs)
         for gradient, exact in zip(gradients, wanted, strict=True):
             torch.testing.assert_close(gradient, exact)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("lengths", [None, numbers(2, 3)], ids=["whole", "counted"])
+def test_flex_sees_what_the_formula_sees_around_a_buffer(packages, lengths):
+    inputs = (*qkv(3 + 4 + 4 + 2, 3 + 4), lengths, SCALE)  # context, buffer, followers, others
+    options = {"n_buffer": 4, "n_groups": 1, "all_rows": True}
+    o = flex.BUFFERED.run(*inputs, **options)
+    torch.testing.assert_close(o, around_a_buffer(*inputs, **options))
 
 
 def test_gradients_are_asked_for_as_the_name_says(packages):

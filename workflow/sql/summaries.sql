@@ -60,11 +60,10 @@ select
         'time_ms_p95', 'time_ms_p99', 'plan_ms', 'tokens_per_s', 'energy_j', 'padded_share'
     ])) filter (where is_used),
     -- Early runs have no wall time. Beside a median over all runs, that of some would mislead.
-    if(
-        bool_and(step_ms_wall is not null) filter (where is_used),
-        median(step_ms_wall) filter (where is_used),
-        null
-    ) as step_ms_wall,
+    case
+        when bool_and(step_ms_wall is not null) filter (where is_used)
+            then median(step_ms_wall) filter (where is_used)
+    end as step_ms_wall,
     min(n_samples) filter (where is_used) as n_samples,
     arg_max(peak_memory_bytes, recorded_at) filter (where was_timed) as peak_memory_bytes,
     arg_max(work, recorded_at) filter (where is_used) as work,
