@@ -13,6 +13,7 @@ from tests.ops.problems import DEVICE, assert_within_budget, results, setting
 from tnp.dispatch import devices, plans
 from tnp.gates.results import Setting
 from tnp.ops.buffered_attention import OPERATOR, buffered_attention
+from tnp.ops.buffered_attention.definition import sdpa
 
 
 def drawn(m, n, n_groups, n_others, all_rows=True, dtype="float32", batch=1, **draw) -> Setting:
@@ -32,6 +33,12 @@ def test_programs_that_share_a_head_leave_partials(all_rows, lengths):
     target = replace(devices.of_device(DEVICE), multiprocessors=6)
     plan = plans.build(OPERATOR, "triton", inputs, options, of.wanted, target)
     assert_within_budget(of, results(of, lambda *given: plan.run(given[:4], given[4:])))
+
+
+@pytest.mark.parametrize("lengths", [{}, {"lengths": "5,20", "batch": 2}], ids=str)
+def test_sdpa_computes_the_formula(lengths):
+    of = drawn(20, 9, 2, 5, **lengths)
+    assert_within_budget(of, results(of, lambda *given: sdpa(*given, **of.options)))
 
 
 def test_a_later_point_reaches_no_earlier_row():

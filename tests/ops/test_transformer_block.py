@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ops.problems import DEVICE
+from tests.ops.problems import DEVICE, assert_within_budget, results, setting
 from tnp.dispatch import devices
 from tnp.dispatch.call import forget
 from tnp.dispatch.plans import launch_configs
@@ -16,7 +16,7 @@ from tnp.gates.results import Setting
 from tnp.model.config import TNPConfig
 from tnp.model.transformer_np import TransformerNP
 from tnp.model.variants import Variant
-from tnp.ops.transformer_block import OPERATOR, reference
+from tnp.ops.transformer_block import OPERATOR, reference, sdpa
 from tnp.tasks.task import Task
 
 CONFIG = TNPConfig(d_x=2, d_model=32, n_layers=2, n_heads=2, d_ff=48, n_components=3)
@@ -81,6 +81,13 @@ def test_a_block_gives_the_bits_of_its_layers(variant):
     automatic = variant.mlp == "auto"  # where no GPU is, it takes PyTorch's form
     assert (whole, apart) == (0 if automatic and DEVICE.type == "cpu" else CONFIG.n_layers, 0)
     assert torch.equal(loss, other_loss) and all(map(torch.equal, gradients, others))
+
+
+@pytest.mark.parametrize("n_keys", [False, True])
+def test_sdpa_computes_the_formula(n_keys):
+    sizes = {"batch": 2, "rows": 9, "d_model": 32, "d_ff": 48, "n_heads": 2, "n_q": 6, "n_k": 5}
+    of = setting(OPERATOR, "fused", "float32", update=True, n_keys=n_keys, **sizes)
+    assert_within_budget(of, results(of, lambda *given: sdpa(*given, **of.options)))
 
 
 def test_variants_with_a_layer_of_pytorch_have_no_whole_block():

@@ -59,6 +59,14 @@ def compiled(
     )
 
 
+def compiled_sdpa(run: Callable[..., Any], options: tuple[str, ...]) -> Implementation:
+    """Returns a compiled form with PyTorch's SDPA: the plain form has all scores in memory."""
+    return Implementation(
+        "compiled_sdpa", run=run, provider="torch", compile="default", options=options,
+        title="compiled PyTorch with SDPA",
+    )  # fmt: skip
+
+
 def by_triton(
     name: str,
     op: str,

@@ -13,10 +13,10 @@ from operator import index
 from typing import TYPE_CHECKING
 
 from tnp.dispatch.spec import Implementation, Operation, Operator
-from tnp.ops._shared.declared import by_pytorch
+from tnp.ops._shared.declared import by_pytorch, compiled_sdpa
 from tnp.ops.attention.definition import SCALE, require_heads
 from tnp.ops.buffered_attention import definition
-from tnp.ops.buffered_attention.definition import TAKEN, Rows, reference
+from tnp.ops.buffered_attention.definition import TAKEN, Rows, reference, sdpa
 from tnp.util.checks import (
     positive_number,
     require_between,
@@ -79,6 +79,7 @@ OPERATOR = Operator(
     keeps=("q", "k", "v", "n_keys", "o"),
     implementations=(
         *by_pytorch(reference, TAKEN),
+        compiled_sdpa(sdpa, TAKEN),
         Implementation(
             "triton",
             forward=Operation(

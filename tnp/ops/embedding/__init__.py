@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tnp.dispatch.spec import ALL_FLOATS, Case, Implementation, Operator, Work, triton_from
-from tnp.ops._shared.declared import by_triton
+from tnp.dispatch.spec import Case, Operator, Work, triton_from
+from tnp.ops._shared.declared import by_pytorch, by_triton
 from tnp.util.checks import require_floats, require_one_device
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ OPERATOR = Operator(
     differentiated=("x_context", "y_context", "x_target", "weight"),
     keeps=("x_context", "y_context", "x_target", "weight"),
     implementations=(
-        Implementation("torch", run=reference, provider="torch", dtypes=ALL_FLOATS, options=GIVEN),
+        *by_pytorch(reference, GIVEN),
         by_triton(
             "fused",
             "embedding",

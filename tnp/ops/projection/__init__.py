@@ -21,7 +21,6 @@ from operator import index
 from typing import TYPE_CHECKING
 
 from tnp.dispatch.spec import (
-    ALL_FLOATS,
     FLOATS,
     Case,
     Implementation,
@@ -30,7 +29,7 @@ from tnp.dispatch.spec import (
     Problem,
     Work,
 )
-from tnp.ops._shared.declared import cases_by_dtype
+from tnp.ops._shared.declared import by_pytorch, cases_by_dtype
 from tnp.ops.projection import qkv
 from tnp.ops.projection.qkv import require_product
 from tnp.util.checks import require_between
@@ -120,7 +119,7 @@ LINEAR = Operator(
     sizes=("rows", "n_in", "n_out"),
     differentiated=("x", "weight"),
     implementations=(
-        Implementation("torch", run=reference, provider="torch", dtypes=ALL_FLOATS),
+        *by_pytorch(reference),
         Implementation(
             "fused",
             forward=Operation("linear.forward", (f"{_FEW}:LINEAR", f"{_CODE}:LINEAR")),
@@ -150,13 +149,7 @@ PROJECT_QKV = Operator(
     differentiated=("x", "weight"),
     keeps=("x", "weight"),
     implementations=(
-        Implementation(
-            "torch",
-            run=qkv.reference,
-            provider="torch",
-            dtypes=ALL_FLOATS,
-            options=("base2", "centred", "n_keys"),
-        ),
+        *by_pytorch(qkv.reference, ("base2", "centred", "n_keys")),
         Implementation(
             "fused",
             forward=Operation(
