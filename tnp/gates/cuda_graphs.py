@@ -64,12 +64,13 @@ def trained(step: TrainingStep, model: TransformerNP, tasks: Sequence[Task]) -> 
 def checks(device: torch.device) -> Iterator[Check]:
     if device.type != "cuda":
         raise Unsupported("CUDA graphs need a CUDA device")
-    for name, variant in models.variants(device):
-        yield from captured_checks(device, name, variant)
+    for _, variant in models.variants(device):
+        yield from captured_checks(device, variant)
 
 
-def captured_checks(device: torch.device, name: str, variant: Variant) -> Iterator[Check]:
-    """Checks one variant. `name` is the implementation of attention."""
+def captured_checks(device: torch.device, variant: Variant) -> Iterator[Check]:
+    """Checks one variant."""
+    attention = variant.attention
 
     def run(cuda_graph: bool = False, units: int = 0) -> tuple[Trained, float]:
         """Returns what training gave, and the error of the next loss against the model's own."""
@@ -82,18 +83,18 @@ def captured_checks(device: torch.device, name: str, variant: Variant) -> Iterat
             outside = model.loss(batch)  # outside the step, the model casts its weights itself
         return learned, max_abs_error(step(batch), outside)
 
-    eager = [run(units=k)[0] for k in starts(name)]
+    eager = [run(units=k)[0] for k in starts(attention)]
     captured, next_error = run(cuda_graph=True)
     said = f"losses of {N_STEPS} steps", f"weights after {N_STEPS} steps"
     names = [f"{variant.name}: {what}" for what in said]
-    yield from against_eager(names, captured, eager, name)
+    yield from against_eager(names, captured, eager, attention)
     yield Check(
         f"{variant.name}: loss of the next step, captured against the model's own",
-        "abs_error_nats", next_error, SAME_WEIGHTS, name,
+        "abs_error_nats", next_error, SAME_WEIGHTS, attention,
     )  # fmt: skip
     yield Check(
         f"{variant.name}: mixture parameters of two tasks, replayed against launched",
-        "max_abs_error", _replayed_error(device, variant), 0.0, name,
+        "max_abs_error", _replayed_error(device, variant), 0.0, attention,
     )  # fmt: skip
 
 

@@ -65,7 +65,7 @@ def checks(device: torch.device) -> Iterator[Check]:
         yield Check(f"all operators of ours, padding after {N_STEPS} optimizer steps",
                     "max_abs_value", models.padding(model), 0.0, attention)  # fmt: skip
     if device.type == "cuda":
-        yield from captured_checks(device, "fused", models.ours(device))
+        yield from captured_checks(device, models.ours(device))
 
 
 def _compiled(model: TransformerNP, device: torch.device) -> Callable[..., torch.Tensor]:

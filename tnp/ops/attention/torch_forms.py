@@ -142,16 +142,6 @@ def _sdpa(backend, q, k, v, scale, mask=None, causal=False):
         )
 
 
-def sdpa(q, k, v, seen, scale):
-    """Returns what `attend` does, by the backend of SDPA that PyTorch chooses.
-
-    Each query must see a key.
-    """
-    import torch
-
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
-
-
 def _is_key(k, n_keys):
     """Returns whether a row of k is a key of its sample: bool [B, 1, 1, n_k]."""
     import torch

@@ -24,7 +24,6 @@ from tnp.ops._shared.declared import numbers_out_of_range
 from tnp.ops.attention import cases as of_attention
 from tnp.ops.attention.definition import SCALE
 from tnp.ops.attention.torch_forms import LN_2, attend, softmax_scale
-from tnp.ops.attention.torch_forms import sdpa as sdpa_under
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -115,8 +114,10 @@ def sdpa(
     q, k, v, n_keys, scale, n_buffer, n_groups=0, all_rows=False, base2=False
 ) -> Tensor:  # fmt: skip
     """Returns what `reference` does, by PyTorch's SDPA. Scores are not written to memory."""
+    from torch.nn.functional import scaled_dot_product_attention
+
     seen = visible(q, k, n_keys, n_buffer, n_groups, all_rows)
-    return sdpa_under(q, k, v, seen, softmax_scale(scale, base2))
+    return scaled_dot_product_attention(q, k, v, seen, scale=softmax_scale(scale, base2))
 
 
 def draw(case: Case, random: Random) -> dict[str, Tensor | None]:

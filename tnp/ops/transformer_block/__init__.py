@@ -33,7 +33,7 @@ from tnp.dispatch.spec import (
 from tnp.ops import rms_norm as norms
 from tnp.ops._shared.declared import by_pytorch, compiled_sdpa, numbers_out_of_range
 from tnp.ops.attention import OPERATOR as ATTENTION
-from tnp.ops.attention import torch_forms
+from tnp.ops.attention.torch_forms import visible
 from tnp.ops.mlp import OPERATOR as MLP
 from tnp.ops.mlp import eight_bit
 from tnp.ops.projection import LINEAR, PROJECT_QKV
@@ -69,10 +69,11 @@ def reference(
 
 def sdpa(*inputs, **options):
     """Runs the same layers with PyTorch's SDPA."""
+    from torch.nn.functional import scaled_dot_product_attention
 
-    def attend(q, k, v, *lengths_and_scale):
-        *lengths, scale = lengths_and_scale
-        return torch_forms.sdpa(q, k, v, torch_forms.visible(q, k, *lengths), scale)
+    def attend(q, k, v, n_keys, cu_seqlens_q, cu_seqlens_k, scale):
+        seen = visible(q, k, n_keys, cu_seqlens_q, cu_seqlens_k)
+        return scaled_dot_product_attention(q, k, v, seen, scale=scale)
 
     return reference(*inputs, **options, attend=attend)
 
