@@ -42,7 +42,9 @@ def bound(op: str, name: str, case, options=()) -> launch.Bound:
     return found
 
 
-def judged(op: str, name: str, case, wanted=()) -> list[tuple[str, float, float]]:
+def judged(
+    op: str, name: str, case, wanted=(), target: Target = H200
+) -> list[tuple[str, float, float]]:
     """Judges results of a case against float64. Memory that is not written is NaN."""
     operator = catalog().operator(op)
     found = catalog().load(op, name)
@@ -50,7 +52,7 @@ def judged(op: str, name: str, case, wanted=()) -> list[tuple[str, float, float]
     setting = setting.with_upstream(setting.upstream)
     inputs = {n: x if x is None else guarded(x.detach()) for n, x in setting.inputs.items()}
     options = tuple(setting.options.items())
-    plan = plans.build(operator, name, tuple(inputs.values()), options, wanted, H200)
+    plan = plans.build(operator, name, tuple(inputs.values()), options, wanted, target)
 
     def function(*arguments):
         n = len(operator.tensors)

@@ -1,5 +1,6 @@
 """Tests CUDA C++ without a GPU: refusals, launches, and sources that run on this CPU."""
 
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import entry_points
 
@@ -224,6 +225,7 @@ def test_attention_is_within_its_budget(name, dtype, n_q, n_k, head_dim, kind, h
 
 
 @emulates_cute
+@pytest.mark.parametrize("multiprocessors", [1, 132])  # blocks of 128 queries, and of 64
 @pytest.mark.parametrize("dtype, n_q, n_k, head_dim, kind", [
     ("bfloat16", 133, 197, 32, {"n_kv_heads": 2}),
     ("float16", 130, 130, 32, {"causal": True, "lse": True}),
@@ -231,10 +233,11 @@ def test_attention_is_within_its_budget(name, dtype, n_q, n_k, head_dim, kind, h
     ("float16", 200, 70, 64, {"causal": True}),  # the first 130 queries see no key
     ("bfloat16", 129, 65, 128, {"base2": True, "magnitude": 8.0}),
 ])  # fmt: skip
-def test_cute_is_within_its_budget(dtype, n_q, n_k, head_dim, kind, here):
+def test_cute_is_within_its_budget(dtype, n_q, n_k, head_dim, kind, multiprocessors, here):
     kind = {"n_kv_heads": 1} | kind
     case = attention.OPERATOR.case(dtype, 1, 2 * kind["n_kv_heads"], n_q, n_k, head_dim, **kind)
-    assert_within_budget("attention", "cute", case)
+    target = replace(H200, multiprocessors=multiprocessors)
+    assert_within_budget("attention", "cute", case, target=target)
 
 
 @emulates_cute
@@ -322,7 +325,8 @@ def test_a_slip_is_found_out(name, right, wrong, here, monkeypatch):
         case = attention.OPERATOR.case("float16", 1, 4, 17, 130, 64, **kind)
         backward = name == "backward"
         wanted = ("q", "k", "v") if backward else ()
-        found = judged("attention", "wmma" if backward else name, case, wanted)
+        target = replace(H200, multiprocessors=1)  # cute loads 64 keys at once then, not 128
+        found = judged("attention", "wmma" if backward else name, case, wanted, target)
     assert any(not ratio <= allowed for _, ratio, allowed in found)
 
 

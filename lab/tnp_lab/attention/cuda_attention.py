@@ -41,8 +41,16 @@ def prepare_wmma(call: Call, config: object, inputs: tuple) -> Callable:
 
 
 def prepare_cute(call: Call, config: object, inputs: tuple) -> Callable:
-    """Prepares one launch of `cute.cu`, with a block for 128 queries of a head."""
-    return _prepare(call, inputs, CUTE, CUTE_TYPES, 32, nvrtc.cutlass() or "")
+    """Prepares one launch of `cute.cu`, with a block for 128 queries of a head.
+
+    A block is for 64 queries if at most one block of 128 would run on a multiprocessor.
+    """
+    batch, n_heads, n_q = inputs[0].shape[:3]
+    n_blocks = batch * n_heads * -(-n_q // (32 * WARPS))
+    queries = 16 if n_blocks <= call.target.multiprocessors else 32
+    return _prepare(
+        call, inputs, CUTE, CUTE_TYPES, queries, nvrtc.cutlass() or "", QUERIES_A_WARP=queries
+    )
 
 
 def prepare_wmma_step(call: Call, config: object, inputs: tuple, step: int) -> Callable:

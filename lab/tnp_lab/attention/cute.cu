@@ -19,6 +19,8 @@
 //         gives 128 bytes a cycle. Up to D = 64 the queries stay in registers. At D = 128 there is
 //         no room for them, and they are read again for each tile of keys. 128 queries, 32 keys and
 //         32 values then fill 48 KB, all that a block has without asking for more.
+//         Where blocks are few, the limit is how long one of them takes. A warp then has 16 queries
+//         and a tile twice the keys: there are twice the blocks, with half the barriers in each.
 // Step 6: a mask costs a comparison for each score. Only tiles at the end of the keys and on the
 //         diagonal are masked. The scale is part of the exponent, 2^(scale_log2 s - m), which is
 //         one FFMA. scale_log2 is scale log2(e). The power, ex2.approx.ftz, is one instruction. As
@@ -26,7 +28,8 @@
 //
 // Formulas are those of wmma.cu (Dao, FlashAttention-2, arXiv 2307.08691, and its CuTe kernels).
 //
-// TYPE (cute::half_t, cute::bfloat16_t), HEAD_DIM and WARPS come from the compiler's command line.
+// TYPE (cute::half_t, cute::bfloat16_t), HEAD_DIM, WARPS and QUERIES_A_WARP (32, 16) come from the
+// compiler's command line.
 
 #include <cute/tensor.hpp>
 
@@ -76,16 +79,17 @@ __device__ void multiply(Mma mma, Read read, const A& a, const B& b, C& c) {
 
 // threadIdx.x is cast to int, because CuTe gives coordinates the type of the thread's number.
 // Unsigned coordinates would compare wrongly with `seen`, which may be negative.
-template <class T, int HeadDim, int Warps>
+template <class T, int HeadDim, int Warps, int QueriesAWarp>
 struct Attention {
-  static constexpr int Threads = 32 * Warps, Queries = 32 * Warps;
-  static constexpr int Keys = HeadDim <= 64 ? 64 : 32;  // 64 at D = 128 need 64 KB, not 48
+  static constexpr int Threads = 32 * Warps, Queries = QueriesAWarp * Warps;
+  // 64 at D = 128, with 32 queries a warp, would need 64 KB, not 48.
+  static constexpr int Keys = (HeadDim <= 64 ? 64 : 32) * (32 / QueriesAWarp);
   static constexpr int Row = HeadDim < 64 ? HeadDim : 64;  // numbers of a swizzled row
   static constexpr int Across = Row / 8;  // threads that copy it, 16 bytes each
-  static constexpr bool QueriesStay = HeadDim <= 64;  // in registers: step 5
+  static constexpr bool QueriesStay = QueriesAWarp * HeadDim <= 32 * 64;  // in registers: step 5
   using Atom = conditional_t<is_same_v<T, half_t>, SM80_16x8x16_F32F16F16F32_TN,
                                   SM80_16x8x16_F32BF16BF16F32_TN>;
-  // A warp has 16 queries of each half of the tile; operands of keys and values in blocks of 16.
+  // A warp has 16 of each 16 WARPS queries; operands of keys and values are in blocks of 16.
   using Mma = TiledMMA<MMA_Atom<Atom>, Layout<Shape<Int<Warps>, _1, _1>>,
                        Tile<Int<16 * Warps>, _16, _16>>;
   // Step 3: eight swizzled rows, and as many of these as a tile is large.
@@ -271,7 +275,8 @@ struct Attention {
 };
 
 // q, o: [B, n_heads, n_q, HEAD_DIM], k, v: [B, n_heads / group, n_k, HEAD_DIM] with these strides, all
-// multiples of 8. lse: [B, n_heads, n_q], to base 2. A block has 32 WARPS queries of one head.
+// multiples of 8. lse: [B, n_heads, n_q], to base 2. A block has QUERIES_A_WARP WARPS
+// queries of one head.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) attention_cute(
     const TYPE* q, const TYPE* k, const TYPE* v, TYPE* o, float* lse,
     long long q_b, long long q_h, long long q_m, long long k_b, long long k_h, long long k_n,
@@ -281,8 +286,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) attention_cute(
   const long long head = blockIdx.x / n_tiles;
   // If causal, tiles that see the most keys start first, so the last blocks to finish are short.
   const long long tile = causal ? n_tiles - 1 - blockIdx.x % n_tiles : blockIdx.x % n_tiles;
-  const long long b = head / n_heads, h = head % n_heads, first = tile * 32 * WARPS;
-  Attention<TYPE, HEAD_DIM, WARPS>::run(
+  const long long b = head / n_heads, h = head % n_heads, first = tile * QUERIES_A_WARP * WARPS;
+  Attention<TYPE, HEAD_DIM, WARPS, QUERIES_A_WARP>::run(
       q + b * q_b + h * q_h + first * q_m, k + b * k_b + h / group * k_h,
       v + b * v_b + h / group * v_h, o + b * o_b + h * o_h + first * o_m, lse + head * n_q + first,
       q_m, k_n, v_n, o_m, int(n_q - first), int(n_k), int(n_k - n_q + first), causal != 0,

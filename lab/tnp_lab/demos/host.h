@@ -30,10 +30,10 @@ float __int_as_float(unsigned);
 bool __any_sync(unsigned, bool);
 void __syncthreads();
 struct NotRun {};
-template <class T, int HeadDim, int Warps>
+template <class T, int HeadDim, int Warps, int QueriesAWarp>
 struct Attention;
 template <>
-struct Attention<NotRun, 64, 4> {
+struct Attention<NotRun, 64, 4, 32> {
   static void run(auto...) {}
 };
 
@@ -43,7 +43,10 @@ struct Attention<NotRun, 64, 4> {
 #define TYPE NotRun
 #define HEAD_DIM 64
 #define WARPS 4
+#define QUERIES_A_WARP 32
 #include "tnp_lab/attention/cute.cu"
 #undef asm
 
-using Heads64 = Attention<half_t, 64, 4>;
+template <int HeadDim>
+using Demonstrated = Attention<half_t, HeadDim, WARPS, QUERIES_A_WARP>;
+using Heads64 = Demonstrated<64>;

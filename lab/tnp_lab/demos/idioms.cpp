@@ -7,7 +7,7 @@
 // Prints the order of a thread's values in its registers, for a layout with and without a swizzle.
 template <int HeadDim>
 void fragments() {
-  using A = Attention<half_t, HeadDim, 4>;
+  using A = Demonstrated<HeadDim>;
   static half_t memory[A::Keys * HeadDim];
   const auto registers = [](auto layout) {
     const auto values = make_tensor(make_smem_ptr(memory), layout);

@@ -29,7 +29,7 @@ void compare() {
   using Rows = Shape<_64, Int<HeadDim>>;
   show("plain", Layout<Rows, Stride<Int<HeadDim>, _1>>{});
   show("padded", Layout<Rows, Stride<Int<HeadDim + 8>, _1>>{});
-  show("swizzled", typename Attention<half_t, HeadDim, 4>::template Shared<64>{});
+  show("swizzled", typename Demonstrated<HeadDim>::template Shared<64>{});
 }
 
 int main() {
