@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tnp.dispatch.spec import Reason
 from tnp.util.cli import end_with
 from tnp_lab import nvrtc
 
@@ -104,8 +105,18 @@ def in_float64(q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool) -> np.
     return weights / weights.sum(3, keepdims=True) @ v
 
 
+def _no_gpu() -> Reason:
+    from cuda.core import Device
+
+    try:
+        Device().set_current()
+    except Exception as error:  # its class tells whether the driver or a GPU is missing
+        return f"no NVIDIA GPU is here: {error}"
+    return None
+
+
 def main() -> int:
-    if reason := nvrtc.missing():
+    if reason := nvrtc.missing() or _no_gpu():
         print(reason)
         return 1
     draw = np.random.default_rng(0).standard_normal
