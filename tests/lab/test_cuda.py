@@ -224,6 +224,17 @@ def test_attention_is_within_its_budget(name, dtype, n_q, n_k, head_dim, kind, h
     assert_within_budget("attention", name, case)
 
 
+@pytest.mark.parametrize("n_heads, queries_a_warp", [(132, 16), (133, 32)])
+def test_blocks_of_cute_are_halved_where_they_are_few(n_heads, queries_a_warp, here, monkeypatch):
+    monkeypatch.setattr(nvrtc, "cutlass", lambda: "/somewhere")
+    monkeypatch.setattr(nvrtc.shutil, "which", lambda name: name)
+    launched = bound(
+        "attention", "cute", attention.OPERATOR.case("float16", 1, n_heads, 128, 9, 64)
+    )
+    assert dict(launched.source.constants)["QUERIES_A_WARP"] == queries_a_warp
+    assert launched.grid == (n_heads * 32 // queries_a_warp,)
+
+
 @emulates_cute
 @pytest.mark.parametrize("multiprocessors", [1, 132])  # blocks of 128 queries, and of 64
 @pytest.mark.parametrize("dtype, n_q, n_k, head_dim, kind", [

@@ -4,7 +4,7 @@
 -- slower is wrong here: at most 1 % may be. An interval should contain 1: at least 93 % must.
 -- Several pairs of the same two are one comparison. Intervals are wide on purpose, because few runs
 -- say little about their own spread ([statistics](../docs/store-and-statistics.md#statistics)). The
--- table counts the shapes where pairs were timed, and names those with the most comparisons.
+-- table counts the shapes where pairs were timed, and names the five with the most comparisons.
 with of_shapes as (
     select
         device,
@@ -25,7 +25,7 @@ select
     count(*) as shapes,
     array_to_string(
         list_slice(list(shape || ' ' || n_of_shape order by n_of_shape desc, shape asc), 1, 5), ', '
-    ) as most
+    ) as largest
 from noise_verdicts
 inner join of_shapes using (device, kind)
 group by device, kind

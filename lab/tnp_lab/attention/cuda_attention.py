@@ -41,9 +41,9 @@ def prepare_wmma(call: Call, config: object, inputs: tuple) -> Callable:
 
 
 def prepare_cute(call: Call, config: object, inputs: tuple) -> Callable:
-    """Prepares one launch of `cute.cu`, with a block for 128 queries of a head.
+    """Prepares one launch of `cute.cu`.
 
-    A block is for 64 queries if at most one block of 128 would run on a multiprocessor.
+    A block has 128 queries, or 64 if there are no more blocks of 128 than multiprocessors.
     """
     batch, n_heads, n_q = inputs[0].shape[:3]
     n_blocks = batch * n_heads * -(-n_q // (32 * WARPS))

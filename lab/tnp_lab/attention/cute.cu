@@ -17,7 +17,7 @@
 // Step 5: a warp has 32 queries. Each operand of keys or values that it reads from shared memory
 //         serves two products of 16 queries. With 16 queries a warp, shared memory is the limit: it
 //         gives 128 bytes a cycle. Up to D = 64 the queries stay in registers. At D = 128 there is
-//         no room for them, and they are read again for each tile of keys. 128 queries, 32 keys and
+//         no room for 32, and they are read again for each tile of keys. 128 queries, 32 keys and
 //         32 values then fill 48 KB, all that a block has without asking for more.
 //         Where blocks are few, the limit is how long one of them takes. A warp then has 16 queries
 //         and a tile twice the keys: there are twice the blocks, with half the barriers in each.
@@ -275,8 +275,8 @@ struct Attention {
 };
 
 // q, o: [B, n_heads, n_q, HEAD_DIM], k, v: [B, n_heads / group, n_k, HEAD_DIM] with these strides, all
-// multiples of 8. lse: [B, n_heads, n_q], to base 2. A block has QUERIES_A_WARP WARPS
-// queries of one head.
+// multiples of 8. lse: [B, n_heads, n_q], to base 2. A block has WARPS times
+// QUERIES_A_WARP queries of one head.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) attention_cute(
     const TYPE* q, const TYPE* k, const TYPE* v, TYPE* o, float* lse,
     long long q_b, long long q_h, long long q_m, long long k_b, long long k_h, long long k_n,
