@@ -89,7 +89,7 @@ struct Attention {
   static constexpr bool QueriesStay = QueriesAWarp * HeadDim <= 32 * 64;  // in registers: step 5
   using Atom = conditional_t<is_same_v<T, half_t>, SM80_16x8x16_F32F16F16F32_TN,
                                   SM80_16x8x16_F32BF16BF16F32_TN>;
-  // A warp has 16 of each 16 WARPS queries; operands of keys and values are in blocks of 16.
+  // One product has 16 queries of each warp. Operands of keys and values are in blocks of 16.
   using Mma = TiledMMA<MMA_Atom<Atom>, Layout<Shape<Int<Warps>, _1, _1>>,
                        Tile<Int<16 * Warps>, _16, _16>>;
   // Step 3: eight swizzled rows, and as many of these as a tile is large.
@@ -275,8 +275,8 @@ struct Attention {
 };
 
 // q, o: [B, n_heads, n_q, HEAD_DIM], k, v: [B, n_heads / group, n_k, HEAD_DIM] with these strides, all
-// multiples of 8. lse: [B, n_heads, n_q], to base 2. A block has WARPS times
-// QUERIES_A_WARP queries of one head.
+// multiples of 8. lse: [B, n_heads, n_q], to base 2. A block has
+// WARPS * QUERIES_A_WARP queries of one head.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) attention_cute(
     const TYPE* q, const TYPE* k, const TYPE* v, TYPE* o, float* lse,
     long long q_b, long long q_h, long long q_m, long long k_b, long long k_h, long long k_n,
