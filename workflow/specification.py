@@ -98,7 +98,7 @@ def plan() -> Plan:
 def studies() -> dict[str, list[set[str]]]:
     """Returns study or training run → for each of its jobs on a GPU, the `config_id`s of its rows.
 
-    A job of an operator has one for each implementation.
+    An operator's job has its own, and one for each implementation.
     """
     found: dict[str, list[set[str]]] = {}
     for jobs in plan().jobs.values():
@@ -152,8 +152,8 @@ class Rows:
         """
         self.gates = {name: counts for name, *counts in self.connection.execute(query).fetchall()}
         # Jobs of several studies may measure one thing, and only the current code counts. A step
-        # that does not fit the memory has no valid row: `oom` is its answer. `auto` is one of the
-        # other implementations.
+        # that does not fit the memory has no valid row: `oom` is its answer. `auto` is not of
+        # ours: it chooses another implementation.
         query = """
             with answers as (
                 select
@@ -181,7 +181,7 @@ class Rows:
         self.lacking = {config_id for config_id, _, is_lacking in answers if is_lacking}
 
     def standing(self, thing: Thing) -> Standing:
-        """Returns how a thing stands."""
+        """Returns the state of a thing, and its evidence."""
         parts: list[tuple[str, bool]] = []  # of *shown by*, and whether nothing is lacking
         if thing.gates:
             counts = [self.gates[name] for name in thing.gates if name in self.gates]
@@ -213,7 +213,7 @@ class Rows:
         return bool(thing.number and self.number(thing.number)[0])
 
     def n_measured(self, thing: Thing) -> int:
-        """Returns how many jobs of a thing's studies are measured, with all of ours in them."""
+        """Returns how many jobs of a thing's studies are measured and lack none of ours."""
         jobs = self._jobs(thing)
         return sum(bool(ids & self.measured) and not ids & self.lacking for ids in jobs)
 
@@ -243,7 +243,7 @@ def shown_device(thing: Thing, devices: Sequence[Rows]) -> Rows:
 
 
 def tables(devices: Sequence[Rows]) -> dict[str, Table]:
-    """Returns a table for each document, by the name of its file, and "asked", which counts."""
+    """Returns a table for each document, by its file's name, and "asked", a count of states."""
     found, counts = {}, []
     for name, things in documents().items():
         lines, states, before = [], [], ""

@@ -67,6 +67,16 @@ def test_percentiles_are_medians_over_runs_of_all_launches(store: Store) -> None
     assert one(query, "from latency where implementation = 'torch'")["p50_ms"] == 10.0
 
 
+def test_a_problem_has_latencies_of_its_newest_policy_alone(store: Store) -> None:
+    earlier, later = (job(name, "latency", 1.0, minutes=n) for n, name in enumerate(("a", "b"), 1))
+    for row in later["ops"]:
+        row["timing_hash"] = "another"
+    later["ops"] = [row for row in later["ops"] if row["implementation"] == "triton"]
+    query = store(gate("gate"), earlier, later)
+    assert {row["implementation"] for row in query("from latency")} == {"triton"}
+    assert {row["timing_hash"] for row in query("from latency")} == {"another"}
+
+
 def test_rows_of_no_latency_are_not_in_it(store: Store) -> None:
     parts = together([job("one", None, 1.0), job("two", "throughput", 1.0)])
     assert store(gate("gate"), parts)("from latency") == []

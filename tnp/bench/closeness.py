@@ -21,7 +21,8 @@ def measure_closeness(parameters: dict) -> list[dict[str, Any]]:
     """Returns a row for each implementation and pass of a job of `tnp.bench.outcome.op_job`.
 
     `difference` is the largest absolute difference between an element of its results and PyTorch's.
-    If an implementation fails, it is None and `reason` says why; otherwise `reason` is None.
+    If an implementation fails, it is None and `reason` says why; otherwise `reason` is None. It is
+    None too if there is nothing to compare.
     PyTorch's are those of its plain form, or of the operator's reference where that form refuses
     the problem. NaN differs from everything, so that its difference is NaN.
     """
@@ -43,6 +44,7 @@ def measure_closeness(parameters: dict) -> list[dict[str, Any]]:
     expected = results(plain, operator.reference if refused else plain.run)
     rows = []
     for name in parameters["implementations"]:
+        # "auto" is one of several: it is asked for the gradients of the plain form.
         found = plain if is_automatic(name) else catalog().load(operator.name, name)
         failed = None
         try:

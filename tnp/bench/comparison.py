@@ -85,7 +85,7 @@ def compare(
             None is every one that is known.
         passes: "forward", "backward", or both in a list.
         iters: the number of samples of each; None samples until means are precise.
-        warmup_s: seconds to warm up at least; None is 2.
+        warmup_s: seconds to warm up at least; None is the default of `Policy`.
         sizes: the operator's sizes, at least 1, and options by name; True for an optional tensor
             that is given.
 
@@ -111,7 +111,7 @@ def _each(argument: str, given: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def resolved(operator: Operator, names: str | Iterable[str] | None) -> tuple[str, ...]:
-    """Returns names without "torch" and "own", which it replaces, or all names for None.
+    """Returns implementations: what "torch" and "own" stand for in their place, all for None.
 
     Raises ValueError for an unknown one, and for none at all.
     """

@@ -2,7 +2,8 @@
 
 A mark is a CUDA event on the current stream, or a reading of the host clock on the CPU. Two events
 bound the device's work between them, launch gaps included. So the samples of a loop add up to its
-wall time. As in training, the host waits for the device between rounds of samples only.
+wall time, unless something runs between the calls. As in training, the host does not wait after
+each call, but after many rounds.
 """
 
 import itertools
@@ -21,7 +22,7 @@ from tnp.bench.policy import Latency, Policy
 # Warm-up ends when the medians of two successive chunks agree within this share, or after
 # WARMUP_LIMIT times the least warm-up.
 WARM_WITHIN, WARMUP_LIMIT = 0.02, 3
-CHUNK_CALLS = (3, 100)
+CHUNK_CALLS = (3, 100)  # rounds, at least and at most: a chunk aims at a quarter of warm-up
 
 # Rounds are stable if the medians of their first and last third agree within this share. A single
 # contender's samples are too noisy for that: they vary by 4 % at an H200's power limit.
@@ -118,9 +119,10 @@ def measure_interleaved(
     """Times several contenders in rounds, so that drift affects all equally.
 
     A round has one call of each. Every call has run before. Each round has a new random order, so
-    that no contender always follows the same one. Each call takes the next inputs of its contender,
-    so that the cache does not hold them. Warm-up ends when every contender is stable. If a call is
-    longer than `policy.long_step_s`, one round is the warm-up. Samples are per launch.
+    that no contender always follows the same one. Successive calls, of whichever contender, take
+    different inputs where there are several, so that the cache does not hold them. Warm-up ends
+    when every contender is stable. If a call is longer than `policy.long_step_s`, one round is the
+    warm-up. Samples are per launch.
     """
     if not contenders:
         return []
@@ -193,7 +195,7 @@ def _measurements(
 
 
 def _turns(contenders: Sequence[Sequence[Call]]) -> Iterator[tuple[int, Call]]:
-    """Yields whose turn it is, and the call, round after round."""
+    """Yields a contender and its call, round after round. One count picks the inputs of all."""
     turns, order = itertools.count(), list(range(len(contenders)))
     while True:
         random.shuffle(order)
@@ -209,7 +211,7 @@ def _rounds(
     n_rounds: int,
     before: Call = lambda: None,
 ) -> list[Spans]:
-    """Calls `before` and each contender `n_rounds` times. Returns the marks around the calls."""
+    """Calls each contender `n_rounds` times, and `before` ahead of each call. Returns the marks."""
     spans: list[Spans] = [[] for _ in range(n_contenders)]
     for contender, call in itertools.islice(turns, n_rounds * n_contenders):
         before()

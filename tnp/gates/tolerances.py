@@ -155,7 +155,7 @@ def _serving_kernels(bounded: Bounded, target: Target) -> Iterator[tuple[Impleme
 
 
 def _refused(every: list[Bounded], target: Target) -> Iterator[LeftOut]:
-    """Yields our implementations that serve no case here, each with the reason."""
+    """Yields our implementations that serve no case here. The reason is for the last case."""
     served = {
         (bounded.operator.name, found.name)
         for bounded in every
@@ -180,7 +180,7 @@ def _run(bounded: Bounded, found: Implementation, pair: Pair, inputs: Inputs) ->
 
 
 def _compile(every: list[Bounded], target: Target) -> None:
-    """Compiles all kernels side by side. The checks compile and raise what is left."""
+    """Compiles all kernels side by side. What fails is compiled again by the checks, and raises."""
     with warm.side_by_side(target):
         for bounded in every:
             for found in {

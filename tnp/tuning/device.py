@@ -6,9 +6,11 @@
     python -m tnp.tuning.device --capability sm_86
 
 Each answer is for one problem: the first in the GPU's tuned table, or else the first case of the
-operator's gate. Column "auto" says why "auto" chooses an implementation, and is empty for the
-others. Column "tiles" has the blocks of the kernels that would run, and is empty for kernels whose
-configuration has no blocks. --load imports implementations of other packages and asks them too.
+operator's gate, in a dtype that the implementation takes. In column "runs" a "?" was not asked.
+Column "auto" says why "auto" chooses an implementation, and is empty for the others. Column "tiles"
+has the blocks of the kernels that would run, and is empty for kernels whose configuration has no
+blocks. The last column says why one does not run. --load imports implementations of other packages
+and asks them too.
 """
 
 from __future__ import annotations
@@ -139,8 +141,8 @@ def _by_default(target: Target) -> str:
     measured = 'nothing was measured on such a GPU: "auto" takes PyTorch\'s operators, if they run'
     if target.capability < OLDEST:
         return (
-            f"{measured}. Our Triton kernels need {OLDEST / 10}. By name run attention "
-            "'reference', and the CUDA C++ of ./lab"
+            f"{measured}. Our Triton kernels need {OLDEST / 10}. Attention 'reference' and "
+            "the CUDA C++ kernels of ./lab run if they are named"
         )
     return (
         f"{measured}. Ours run by name where the table says yes. python -m tnp.tuning times them "
@@ -202,7 +204,7 @@ def _answer(
         found = listed.implementation
     except Exception as error:  # a failed import is the answer
         return "no", "", " ".join(f"{type(error).__name__}: {error}".split())
-    if problem.dtype not in found.dtypes:  # of one it takes: the dtype is the problem's own
+    if problem.dtype not in found.dtypes:  # asked with a dtype that it takes
         problem = replace(problem, dtype=found.dtypes[0])
     wanted = wanted_of(operator, found, Case(problem))
     call = Call(problem, target, wanted)

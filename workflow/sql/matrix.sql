@@ -1,6 +1,6 @@
--- Grain: device × shape × variant: a step under every combination of switches, side by side. A
--- failed one has its status, and one that was not run is null. Streams of varying sizes are left
--- out.
+-- Grain: device × shape × variant: a step with and without checkpointing and a CUDA graph,
+-- side by side. A failed step has its status, and one that was not run is null. Streams of varying
+-- sizes are left out.
 create or replace view matrix as
 with cells as (
     select

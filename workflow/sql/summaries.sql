@@ -34,7 +34,7 @@ select
         'kind', 'code_version', 'role', 'batch', 'dtype', 'variant', 'n_context',
         'n_target', 'checkpoint', 'cuda_graph', 'optimizer', 'op', 'pass', 'implementation', 'n_q',
         'n_k', 'n_heads', 'head_dim', 'd_model', 'd_ff', 'd_ff_storage', 'n_components', 'flops',
-        'bytes', 'bytes_written', 'problem', 'timing', 'with_forward'
+        'bytes', 'bytes_written', 'problem', 'timing', 'timing_hash', 'with_forward'
     ])),
     min(shape) as shape, -- two studies may name one problem differently
     -- Another package's step that failed does not know it.

@@ -5,9 +5,10 @@
     h₂ = h₁[:, first:] + u         x₂ = rms_norm(h₂)
     y = mlp(x₂)
 
-It returns h₂ and y, which the next block adds. Rows from `first` on are queries, the first n_k rows
-are keys. `torch` consists of PyTorch's forms of these operators. `fused` runs our kernels behind
-one autograd function (`composed`), so that the host makes one call in place of six.
+It returns h₂ and y. The next block takes them as h and update. Rows from `first` on are queries,
+the first n_k rows are keys. `torch` consists of PyTorch's forms of these operators. `fused` runs
+our kernels behind one autograd function (`composed`), so that the host makes one call in place of
+six.
 """
 
 from __future__ import annotations
