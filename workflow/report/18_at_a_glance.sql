@@ -8,7 +8,7 @@ best as (
         device,
         op,
         pass,
-        problem,
+        coalesce(problem, shape) as problem, -- early rows lack it
         dtype,
         max_by(verdict_best, speedup_best) as verdict,
         max(speedup_best) as ratio

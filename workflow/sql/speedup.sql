@@ -131,6 +131,7 @@ led as (
     select
         *,
         role = 'own'
+        and step_ms is not null
         and row_number()
             over (
                 partition by device, batch, n_context, n_target, dtype, precision, role
