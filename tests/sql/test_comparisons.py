@@ -152,6 +152,11 @@ def test_a_step_from_before_evidence_leads_before_one_that_does_not_count(store:
     assert one(query, "select variant from speedup where leads")["variant"] == "separate"
 
 
+def test_a_step_that_cannot_run_leads_none(store: Store) -> None:
+    query = store(gate("g"), *runs("sdpa_cudnn", [2.0]), step("fused", "unsupported", role="own"))
+    assert query("from speedup where variant = 'fused'") and not query("from speedup where leads")
+
+
 def test_each_pair_is_on_one_gpu(store: Store) -> None:
     """The second GPU is half as fast: what it does to both contenders changes no ratio."""
     query = store(

@@ -20,9 +20,8 @@ from tnp.ops._shared.random_values import Random, Upstream
 def measure_closeness(parameters: dict) -> list[dict[str, Any]]:
     """Returns a row for each implementation and pass of a job of `tnp.bench.outcome.op_job`.
 
-    `difference` is the largest absolute difference between an element of its results and PyTorch's.
-    If an implementation fails, it is None and `reason` says why; otherwise `reason` is None. It is
-    None too if there is nothing to compare.
+    `difference` is the largest absolute difference between an element of its results and PyTorch's,
+    or None if nothing can be compared. If the implementation failed, `reason` says why.
     PyTorch's are those of its plain form, or of the operator's reference where that form refuses
     the problem. NaN differs from everything, so that its difference is NaN.
     """

@@ -51,10 +51,10 @@ def failures(rows: Sequence[Row], drawn: set[str], y: alt.Y) -> tuple[list[alt.C
         if row["status"] == "ok":
             continue
         if row["variant"] in drawn:
-            without = "" if name(row) != NAMES[0] else " without checkpointing or graph"
-            notes.setdefault(theme.status_text(row["status"]), []).append(
-                configuration(row) + without
-            )
+            which = configuration(row)
+            if name(row) == NAMES[0]:
+                which += " without checkpointing or graph"
+            notes.setdefault(theme.status_text(row["status"]), []).append(which)
         elif row["variant"] not in texts:
             texts[row["variant"]] = {
                 "variant": row["variant"],
