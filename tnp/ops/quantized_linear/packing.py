@@ -1,8 +1,8 @@
 """Packs codes of 8 and 4 bits into the tensors that `quantized_linear` reads.
 
-A code of 8 bits is stored as int8, less 128. Codes of 4 bits are stored eight to an int32. Code k of
-the eight lies in the bits from `shifts[k]` on. From the lowest bits on they are codes 0 2 4 6 1 3 5
-7: a mask of 0x000f000f then takes codes 2i and 2i + 1 together, a code in each half of the word.
+A code of 8 bits is stored as int8, less 128. Codes of 4 bits are stored eight to an int32. From the
+lowest bits on they are codes 0 2 4 6 1 3 5 7, as `shifts` says. So a mask of 0x000f000f takes codes
+2i and 2i + 1 together, a code in each half of the word.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return (codes.to(torch.int16) - MIDDLE[8]).to(torch.int8)
     if codes.shape[-1] % EACH:
-        raise ValueError(f"n_in is {codes.shape[-1]}: codes of 4 bits need a multiple of {EACH}")
+        raise ValueError(
+            f"n_in is {codes.shape[-1]}: it must be a multiple of {EACH} for codes of 4 bits"
+        )
     words = codes.to(torch.int32).unflatten(-1, (-1, EACH)) << shifts(codes.device)
     return words.sum(-1, dtype=torch.int32)  # the places of eight codes do not overlap
 

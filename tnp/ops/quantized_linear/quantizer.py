@@ -128,10 +128,7 @@ def _quantized(
             f"weight reaches {w.abs().max().item():.3g}: its scales must be finite in {dtype}"
         )
     s = scales.double()
-    if symmetric:
-        zeros = torch.full_like(s, MIDDLE[bits])
-    else:
-        zeros = -_nearest(low / s)
+    zeros = torch.full_like(s, MIDDLE[bits]) if symmetric else -_nearest(low / s)
     codes = _nearest(w / s.unsqueeze(-1)) + zeros.unsqueeze(-1)
     return pack(codes.flatten(1), bits), scales, zeros.to(torch.uint8)
 
@@ -162,6 +159,6 @@ def dequantize_weight(quantized: QuantizedWeight, dtype: torch.dtype = torch.flo
 
 
 def weight_of(weight: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Returns (code − zero) · scale in `dtype`, [n_out, n_in]. Arguments are `quantized_linear`'s."""
+    """Returns (code − zero) · scale in `dtype`, [n_out, n_in], for tensors of `quantized_linear`."""
     values = centred(weight, zeros).flatten(1).unflatten(1, (scales.shape[1], -1)).to(dtype)
     return (values * scales.to(dtype).unsqueeze(-1)).flatten(1)

@@ -9,7 +9,7 @@ from tnp.dispatch.spec import Call, Implementation, Reason, on_cuda
 from tnp.ops.quantized_linear.definition import GROUPS, OPTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
+    from collections.abc import Callable, MutableMapping
 
     from torch import Tensor
 
@@ -25,7 +25,7 @@ def tinygemm(x, weight, scales, zeros=None, bias=None):
     """
     from torch import ops
 
-    packed, scales_and_zeros = _laid_out(weight, scales, zeros)
+    packed, scales_and_zeros = _kept(lay_out, x, weight, scales, zeros)
     group = x.shape[-1] // scales.shape[1]
     rows = x.reshape(-1, x.shape[-1])
     y = ops.aten._weight_int4pack_mm(rows, packed, group, scales_and_zeros)
@@ -50,26 +50,46 @@ def lay_out(x, weight, scales, zeros=None, bias=None) -> tuple[Tensor, Tensor]:
     return packed, torch.stack((scales, offset), -1).transpose(0, 1).contiguous()
 
 
+def dequantized(x, weight, scales, zeros=None, bias=None):
+    """Runs PyTorch's linear layer with the weight in x's dtype, which is made once and kept.
+
+    It is what quantized weights must beat: it reads 2 bytes a weight, and takes this memory too.
+    """
+    from torch.nn import functional as F
+
+    w = _kept(dequantize, x, weight, scales, zeros)
+    return F.linear(x, w, bias if bias is None else bias.to(x.dtype))
+
+
+def dequantize(x, weight, scales, zeros=None, bias=None) -> Tensor:
+    """Returns the weight [n_out, n_in] in x's dtype."""
+    from tnp.ops.quantized_linear.quantizer import weight_of
+
+    return weight_of(weight, scales, zeros, x.dtype)
+
+
 @cache
-def _kept() -> MutableMapping:
-    """Returns the layouts by weight. A layout goes when its weight goes."""
+def _made(make: Callable) -> MutableMapping:
+    """Returns results of `make` by weight. A result goes when its weight goes."""
     from torch.utils.weak import WeakTensorKeyDictionary
 
     return WeakTensorKeyDictionary()
 
 
-def _laid_out(weight: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns the layout of a weight, made anew if a tensor is another one or was changed.
+def _kept(
+    make: Callable, x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None
+) -> tuple[Tensor, Tensor] | Tensor:
+    """Returns what `make` makes of a weight, anew if a tensor is another one or was changed.
 
     Tensors of inference mode do not tell whether they were changed: they are laid out every time.
     """
     of = weight, scales, zeros
-    if any(x is not None and x.is_inference() for x in of):
-        return lay_out(None, *of)
-    versions = tuple(None if x is None else x._version for x in of)
-    found = _kept().get(weight)
+    if any(one is not None and one.is_inference() for one in of):
+        return make(x, *of)
+    versions = tuple(None if one is None else one._version for one in of)
+    found = _made(make).get(weight)
     if found is None or found[0] is not scales or found[1] is not zeros or found[2] != versions:
-        found = _kept()[weight] = scales, zeros, versions, lay_out(None, *of)
+        found = _made(make)[weight] = scales, zeros, versions, make(x, *of)
     return found[3]
 
 
@@ -104,6 +124,16 @@ def _int8pack_takes(call: Call) -> Reason:
 
 
 IMPLEMENTATIONS = (
+    Implementation(
+        "dequantized",
+        run=dequantized,
+        provider="torch",
+        options=OPTIONS,
+        gradients=(),
+        selectable=False,  # it takes the memory that quantized weights save
+        traceable=False,
+        plan=dequantize,
+    ),
     Implementation(
         "tinygemm",
         run=tinygemm,
