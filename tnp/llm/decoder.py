@@ -1,20 +1,22 @@
-"""Defines a decoder: its sizes and its weights, in the order in which kernels read them."""
+"""Defines a decoder: its sizes and its weights, in the order in which kernels read them.
+
+The methods `of` and `generate` find their modules by name, since those modules import this one.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from tnp.ops.quantized_linear.quantizer import QuantizedWeight, quantize_weight
 from tnp.util import tensor_archive
 from tnp.util.checks import require_count, visible_device
-
-if TYPE_CHECKING:
-    from tnp.ops.quantized_linear import QuantizedWeight
 
 T = TypeVar("T")
 
@@ -147,9 +149,7 @@ class Decoder:
     @staticmethod
     def of(model: Any, longest: int | None = None) -> Decoder:
         """Returns the decoder of a Hugging Face model; see `tnp.llm.huggingface.read`."""
-        from tnp.llm.huggingface import read
-
-        return read(model, longest)
+        return importlib.import_module("tnp.llm.huggingface").read(model, longest)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -199,12 +199,14 @@ class Decoder:
         Raises:
             ValueError: bits or group do not fit, or the decoder is quantized already.
         """
-        from tnp.ops.quantized_linear import quantize_weight
 
         def coded(linear: Linear, bits: int) -> Linear:
-            if not isinstance(linear.weight, Tensor):
+            if isinstance(linear.weight, QuantizedWeight):
                 raise ValueError("the decoder is quantized already: quantize the original weights")
-            return replace(linear, weight=quantize_weight(linear.weight, bits, group))
+            weight = quantize_weight(linear.weight, bits, group)
+            # Scales are rounded to 16 bits, and stand in the dtype of the activations.
+            scales = weight.scales.to(linear.weight.dtype)
+            return replace(linear, weight=replace(weight, scales=scales))
 
         layers = tuple(
             replace(
@@ -349,8 +351,6 @@ def _unplain(state: dict) -> Decoder:
     def linear(one: dict) -> Linear:
         weight = one["weight"]
         if not isinstance(weight, Tensor):
-            from tnp.ops.quantized_linear import QuantizedWeight
-
             weight = QuantizedWeight(**weight)
         return Linear(weight, one["bias"])
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tnp.llm.decoder import Decoder, Linear, Norm
+from tnp.ops.quantized_linear.quantizer import dequantize_weight
 
 
 @torch.no_grad()
@@ -54,8 +55,6 @@ def linear(x: Tensor, one: Linear) -> Tensor:
     """Returns x Wᵀ + bias for x [..., n_in], with codes dequantized to x's dtype."""
     weight = one.weight
     if not isinstance(weight, Tensor):
-        from tnp.ops.quantized_linear import dequantize_weight
-
         weight = dequantize_weight(weight, x.dtype)
     return F.linear(x, weight, one.bias)
 

@@ -16,6 +16,7 @@ from tnp.llm.cache import Cache
 from tnp.llm.decoder import Decoder, Linear, Norm
 from tnp.ops.decode_attention import decode_attention
 from tnp.ops.layer_norm import layer_norm
+from tnp.ops.quantized_linear import quantized_linear
 from tnp.ops.rms_norm import rms_norm
 from tnp.ops.rope import rope
 from tnp.ops.swiglu import swiglu
@@ -112,8 +113,6 @@ def linear(x: Tensor, one: Linear) -> Tensor:
     weight = one.weight
     if isinstance(weight, Tensor):
         return F.linear(x, weight, one.bias)
-    from tnp.ops.quantized_linear import quantized_linear
-
     return quantized_linear(x, weight.weight, weight.scales, weight.zeros, one.bias)
 
 
