@@ -7,7 +7,8 @@ from tests.llm.test_decoder import TINY
 from tests.refusals import assert_refused
 from tnp.llm import models, reference
 from tnp.llm.cache import Cache
-from tnp.llm.step import TorchStep, step_of
+from tnp.llm.step import TorchStep
+from tnp.llm.steps import step_of
 from tnp.ops.kv_cache.paged import PagedCache
 
 IDS = torch.randint(50, (3, 7), generator=torch.Generator().manual_seed(0))
@@ -106,6 +107,10 @@ def test_a_full_cache_and_unfit_lengths_are_refused():
         (lambda: step_of(decoder, "fast"), "unknown implementation 'fast': choose from torch"),
     )
     cache.reset()
+    longer = IDS.repeat(1, 2)
+    assert_refused(
+        (lambda: step.prompt(longer, cache), "ids has 14 tokens: the cache has room for 8")
+    )
     assert step.prompt(IDS, cache, LENGTHS).shape == (3, 50)
 
 

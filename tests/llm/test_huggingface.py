@@ -86,7 +86,7 @@ def test_what_the_readers_do_not_know_is_refused():
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     mixed, adapted, meta, partial = (built("Llama") for _ in range(4))
     mixed.model.norm.half()
-    adapted.model.layers[1].mlp.up_proj = type("Adapted", (nn.Linear,), {})(64, 128, bias=False)
+    adapted.model.layers[1].mlp.up_proj = type("Linear", (nn.Linear,), {})(64, 128, bias=False)
     partial.model.rotary_emb.inv_freq = partial.model.rotary_emb.inv_freq[:8]
     gpt2 = {"n_layer": 1, "n_embd": 64, "n_head": 2, "vocab_size": 50, "n_positions": 64}
 
@@ -109,7 +109,7 @@ def test_what_the_readers_do_not_know_is_refused():
         (lambda: read(old(activation_function="relu")), "the model has activation_function 'relu'"),
         (lambda: read(old(scale_attn_by_inverse_layer_idx=True)), "scale_attn_by_inverse"),
         (lambda: read(mixed), "the model's weights are torch.float16 on cpu, torch.float32 on cpu"),
-        (lambda: read(adapted), "the model's model.layers.1.mlp.up_proj is a Adapted: the reader"),
+        (lambda: read(adapted), "the model's model.layers.1.mlp.up_proj is a Linear: the reader"),
         (lambda: read(meta.to("meta")), "the model's weights are on no device: load them first"),
         (lambda: read(built("Llama"), 65), "longest is 65: this model has 64 positions"),
     )  # fmt: skip

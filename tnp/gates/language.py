@@ -28,7 +28,8 @@ from tnp.llm import models, reference
 from tnp.llm.cache import Cache
 from tnp.llm.decoder import Decoder, Layer, Linear
 from tnp.llm.huggingface import build, read
-from tnp.llm.step import STEPS, Step, TorchStep
+from tnp.llm.step import Step, TorchStep
+from tnp.llm.steps import STEPS
 from tnp.ops.kv_cache.paged import PagedCache
 from tnp.util.extras import MissingExtra
 

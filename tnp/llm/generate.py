@@ -15,7 +15,7 @@ from tnp.cuda_graphs import Captures
 from tnp.llm.cache import Cache
 from tnp.llm.decoder import Decoder
 from tnp.llm.sampling import Sampling, choose, gumbel_
-from tnp.llm.step import step_of
+from tnp.llm.steps import step_of
 from tnp.util.checks import require_between, require_count, require_lengths, require_tensors
 
 LOOK_EVERY = 16  # tokens between two looks at the end of sequences; noise is drawn for as many
@@ -32,7 +32,7 @@ class Loop:
         sampling: how tokens are chosen.
         stops: ids that end a sequence.
         pad: the id behind a sequence's end.
-        implementation: the step's, a key of `tnp.llm.step.STEPS`.
+        implementation: the step's, a key of `tnp.llm.steps.STEPS`.
 
     Raises:
         ValueError: as `Cache`, or the implementation is unknown.
@@ -48,18 +48,19 @@ class Loop:
         pad: int = 0,
         implementation: str = "torch",
     ) -> None:
-        self.step = step_of(decoder, implementation)
-        self.cache = Cache(decoder, batch, capacity)
-        self._sampling, self._pad, device = sampling, pad, decoder.device
-        self._stops = torch.tensor(stops, device=device) if stops else None
-        self._ids = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._block = torch.zeros(LOOK_EVERY, batch, dtype=torch.int64, device=device)
-        self._place = torch.zeros(1, dtype=torch.int64, device=device)  # in the block
-        self._ended = torch.zeros(batch, dtype=torch.bool, device=device)
-        shape = LOOK_EVERY, batch, decoder.sizes.vocab
-        self._noise = None if sampling.greedy else torch.empty(shape, device=device)
-        self._captures = Captures(device) if device.type == "cuda" else None
-        self._has_run, self._replay = False, None
+        with torch.inference_mode(False):  # the next call may be made outside of it
+            self.step = step_of(decoder, implementation)
+            self.cache = Cache(decoder, batch, capacity)
+            self._sampling, self._pad, device = sampling, pad, decoder.device
+            self._stops = torch.tensor(stops, device=device) if stops else None
+            self._ids = torch.zeros(batch, dtype=torch.int64, device=device)
+            self._block = torch.zeros(LOOK_EVERY, batch, dtype=torch.int64, device=device)
+            self._place = torch.zeros(1, dtype=torch.int64, device=device)  # in the block
+            self._ended = torch.zeros(batch, dtype=torch.bool, device=device)
+            shape = LOOK_EVERY, batch, decoder.sizes.vocab
+            self._noise = None if sampling.greedy else torch.empty(shape, device=device)
+            self._captures = Captures(device) if device.type == "cuda" else None
+            self._has_run, self._replay = False, None
 
     @torch.no_grad()
     def run(
@@ -141,6 +142,7 @@ def generate(
     """Returns new tokens behind each prompt, int64 [B, n], n at most `max_new_tokens`.
 
     On CUDA the decoder keeps the cache and the graph for the next call with the same arguments.
+    Sampling needs memory for 16 · B · vocab float32 numbers of noise.
 
     Args:
         decoder: the decoder.
@@ -152,7 +154,7 @@ def generate(
         pad_token_id: None: the first of `eos_token_id`.
         lengths: int32 [B], the tokens of each prompt, from 1 to T; None: T.
         generator: of the random numbers, on the decoder's device; None: PyTorch's own.
-        implementation: the step's, a key of `tnp.llm.step.STEPS`.
+        implementation: the step's, a key of `tnp.llm.steps.STEPS`.
 
     Raises:
         ValueError: an argument is out of its range, or a sequence would be longer than the

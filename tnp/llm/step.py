@@ -83,6 +83,8 @@ class TorchStep:
     def _hidden(self, ids: Tensor, cache: Cache, n_new: Tensor | None) -> Tensor:
         """Returns the residual stream [B, T, width] behind the last layer; advances the cache."""
         decoder, s, n_tokens = self.decoder, self.decoder.sizes, ids.shape[1]
+        if n_tokens > cache.capacity:
+            raise ValueError(f"ids has {n_tokens} tokens: the cache has room for {cache.capacity}")
         require_between("lengths", cache.lengths, 0, cache.capacity - n_tokens)
         positions = cache.lengths.long()[:, None] + torch.arange(n_tokens, device=ids.device)
         places, n_keys = cache.places(positions, n_new), cache.lengths + n_tokens
@@ -123,23 +125,3 @@ def linear(x: Tensor, one: Linear) -> Tensor:
     if isinstance(weight, Tensor):
         return F.linear(x, weight, one.bias)
     return quantized_linear(x, weight.weight, weight.scales, weight.zeros, one.bias)
-
-
-STEPS: dict[str, type[Step]] = {"torch": TorchStep}
-
-
-def step_of(decoder: Decoder, implementation: str) -> Step:
-    """Returns the step of a decoder.
-
-    Raises:
-        ValueError: the implementation is unknown.
-        RuntimeError: it cannot compute this decoder, with the reason.
-    """
-    if implementation not in STEPS:
-        raise ValueError(
-            f"unknown implementation {implementation!r}: choose from {', '.join(STEPS)}"
-        )
-    reason = STEPS[implementation].refuses(decoder)
-    if reason is not None:
-        raise RuntimeError(f"the step {implementation!r} cannot run here: {reason}")
-    return STEPS[implementation](decoder)
