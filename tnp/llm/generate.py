@@ -49,14 +49,15 @@ class Loop:
         pad: int = 0,
         implementation: str = AUTO,
     ) -> None:
-        self.step = step_of(decoder, implementation)
-        self.cache = Cache(decoder, batch, capacity)
-        self._sampling, device = sampling, decoder.device
-        self._tokens = Tokens(batch, LOOK_EVERY, stops, pad, device)
-        shape = LOOK_EVERY, batch, decoder.sizes.vocab
-        self._noise = None if sampling.greedy else torch.empty(shape, device=device)
-        self._captures = Captures(device) if device.type == "cuda" else None
-        self._has_run, self._replay = False, None
+        with torch.inference_mode(False):  # the next call may be made outside of it
+            self.step = step_of(decoder, implementation)
+            self.cache = Cache(decoder, batch, capacity)
+            self._sampling, device = sampling, decoder.device
+            self._tokens = Tokens(batch, LOOK_EVERY, stops, pad, device)
+            shape = LOOK_EVERY, batch, decoder.sizes.vocab
+            self._noise = None if sampling.greedy else torch.empty(shape, device=device)
+            self._captures = Captures(device) if device.type == "cuda" else None
+            self._has_run, self._replay = False, None
 
     @torch.no_grad()
     def run(
@@ -138,6 +139,7 @@ def generate(
     """Returns new tokens behind each prompt, int64 [B, n], n at most `max_new_tokens`.
 
     On CUDA the decoder keeps the cache and the graph for the next call with the same arguments.
+    Sampling needs memory for 16 · B · vocab float32 numbers of noise.
 
     Args:
         decoder: the decoder.

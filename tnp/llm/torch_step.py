@@ -58,6 +58,8 @@ class TorchStep:
     def _hidden(self, ids: Tensor, cache: Cache, n_new: Tensor | None) -> Tensor:
         """Returns the residual stream [B, T, width] behind the last layer; advances the cache."""
         decoder, s, n_tokens = self.decoder, self.decoder.sizes, ids.shape[1]
+        if n_tokens > cache.capacity:
+            raise ValueError(f"ids has {n_tokens} tokens: the cache has room for {cache.capacity}")
         require_between("lengths", cache.lengths, 0, cache.capacity - n_tokens)
         positions = cache.lengths.long()[:, None] + torch.arange(n_tokens, device=ids.device)
         places, n_keys = cache.places(positions, n_new), cache.lengths + n_tokens
