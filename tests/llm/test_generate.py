@@ -7,7 +7,7 @@ from tests.llm.test_decoder import TINY
 from tests.refusals import assert_refused
 from tnp.llm import models, reference
 from tnp.llm.cache import Cache
-from tnp.llm.step import TorchStep
+from tnp.llm.torch_step import TorchStep
 from tnp.llm.steps import step_of
 from tnp.ops.kv_cache.paged import PagedCache
 

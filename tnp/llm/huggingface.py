@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tnp.llm.decoder import FLOATS, Decoder, Layer, Linear, Norm, Sizes, rotation_tables
 from tnp.llm.generate import generate
 from tnp.llm.models import Model
+from tnp.llm.steps import AUTO
 from tnp.util.checks import require_count
 from tnp.util.extras import MissingExtra, install
 
@@ -235,7 +236,7 @@ def decode(
     stopping_criteria: Any,
     generation_config: Any,
     strict: bool = False,
-    implementation: str = "torch",
+    implementation: str = AUTO,
     **model_kwargs: Any,
 ) -> Tensor:
     """Generates as `model.generate(ids, custom_generate=decode)` asks, by `tnp.llm.generate`.
