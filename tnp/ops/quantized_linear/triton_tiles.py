@@ -35,15 +35,24 @@ class Config(KernelConfig):
     num_stages: int
 
 
-# Tiles of few rows first. `configs` says which is the default.
+# Tiles of few rows first, and of equal tiles those with more stages. `configs` says which is the
+# default.
 CONFIGS = (
-    Config(16, 64, 4, 4),
-    Config(32, 64, 4, 3),
+    Config(16, 64, 8, 4),
+    Config(16, 128, 8, 4),
+    Config(32, 64, 4, 4),
+    Config(64, 64, 4, 4),
     Config(64, 64, 4, 3),
+    Config(64, 128, 8, 4),
     Config(64, 128, 8, 3),
+    Config(128, 64, 8, 3),
     Config(128, 64, 8, 2),
+    Config(128, 128, 8, 3),
     Config(128, 128, 8, 2),
 )
+
+# The most sums of a thread where operands take registers, before 9.0: with more, tiles spill.
+REGISTER_SUMS = 32
 
 
 @triton.jit
@@ -53,14 +62,24 @@ def _nibbles(words, dtype: tl.constexpr):
     In bfloat16 the numbers from 128 to 143 have the codes 0 to 15 as their last bits, and in
     float16 those from 1,024 on. So no number is converted.
     """
-    place = tl.arange(0, WORD)
-    shifts = (place // 2) * 4 + (place % 2) * 16
-    codes = (words[:, :, None] >> shifts[None, None, :]) & 15
-    codes = tl.reshape(codes, [words.shape[0], words.shape[1] * WORD])
-    if INTERPRETED:
-        return (codes + _raised(4, dtype)).to(tl.float32)
-    bits: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
-    return (codes | bits).to(tl.int16).to(dtype, bitcast=True)
+    # Each join puts a bit of the code's place in its word last, the highest bit first.
+    even = tl.join(
+        tl.join(_place(words, 0, dtype), _place(words, 4, dtype)),
+        tl.join(_place(words, 2, dtype), _place(words, 6, dtype)),
+    )
+    odd = tl.join(
+        tl.join(_place(words, 1, dtype), _place(words, 5, dtype)),
+        tl.join(_place(words, 3, dtype), _place(words, 7, dtype)),
+    )
+    return _number(tl.reshape(tl.join(even, odd), [words.shape[0], words.shape[1] * WORD]), dtype)
+
+
+@triton.jit
+def _place(words, K: tl.constexpr, dtype: tl.constexpr):
+    """Returns code K of each word in `dtype`, plus `_raised`."""
+    BITS: tl.constexpr = 0x43004300 if dtype == tl.bfloat16 else 0x64006400
+    pair = ((words >> (K // 2 * 4)) & 0x000F000F) | BITS
+    return (pair >> (K % 2 * 16)).to(tl.int16).to(dtype, bitcast=True)
 
 
 @triton.jit
@@ -78,27 +97,29 @@ def _number(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def _centred_codes(
-    weight_ptr, zeros_ptr, offs_n, start, g, n_in, n_out, n_groups, dtype: tl.constexpr,
-    BITS: tl.constexpr, HAS_ZEROS: tl.constexpr, MASKED: tl.constexpr, BLOCK_K: tl.constexpr,
+def _zero_points(zeros_ptr, of_group, in_outputs, BITS: tl.constexpr, HAS_ZEROS: tl.constexpr):
+    """Returns the codes of a group's zero points, [N]."""
+    if HAS_ZEROS:
+        return tl.load(zeros_ptr + of_group, mask=in_outputs, other=0)
+    return tl.full(of_group.shape, 1 << (BITS - 1), tl.uint8)
+
+
+@triton.jit
+def _codes(
+    weight_ptr, offs_n, start, n_in, n_out, dtype: tl.constexpr,
+    BITS: tl.constexpr, MASKED: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Returns codes less their zero points of BLOCK_K inputs of a group, [N, BLOCK_K]."""
+    """Returns raised codes of BLOCK_K inputs, [N, BLOCK_K] in `dtype`."""
     if BITS == 8:
         offs_k = start + tl.arange(0, BLOCK_K)
         codes = load_tile(weight_ptr, offs_n, offs_k, n_out, n_in, n_in, True, MASKED)
-        codes = _number(codes, dtype)
+        numbers = _number(codes, dtype)
     else:
         offs_k = start // WORD + tl.arange(0, BLOCK_K // WORD)
         width = n_in // WORD
         words = load_tile(weight_ptr, offs_n, offs_k, n_out, width, width, True, MASKED)
-        codes = _nibbles(words, dtype)
-    if HAS_ZEROS:
-        at = offs_n.to(tl.int64) * n_groups + g
-        zeros = tl.load(zeros_ptr + at, mask=offs_n < n_out, other=0).to(tl.int32)
-        codes -= _number(zeros + _raised(BITS, dtype), dtype)[:, None]
-    elif BITS == 4:
-        codes -= _number(tl.full([1], 8, tl.int32) + _raised(4, dtype), dtype)[:, None]
-    return codes
+        numbers = _nibbles(words, dtype)
+    return numbers
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -113,26 +134,33 @@ def _tiles_kernel(
     in_rows, in_outputs = offs_m < n_rows, offs_n < n_out
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     of_x = row_offsets(offs_m, inner_x, stride_xb, stride_xl)
-    of_scales = scales_ptr + offs_n.to(tl.int64) * n_groups
+    of_group = offs_n.to(tl.int64) * n_groups
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    scale = tl.load(scales_ptr + of_group, mask=in_outputs, other=0.0)
+    zeros = _zero_points(zeros_ptr, of_group, in_outputs, BITS, HAS_ZEROS)
     for step in tl.range(0, tl.cdiv(n_in, BLOCK_K)):
-        g = 0 if WHOLE else step
         offs_k = step * BLOCK_K + tl.arange(0, BLOCK_K)
         mask = in_rows[:, None]
         if MASKED:
             mask = mask & (offs_k < n_in)[None, :]
         x = tl.load(x_ptr + of_x[:, None] + offs_k[None, :], mask=mask, other=0.0)
-        codes = _centred_codes(
-            weight_ptr, zeros_ptr, offs_n, step * BLOCK_K, g, n_in, n_out, n_groups, dtype,
-            BITS, HAS_ZEROS, MASKED, BLOCK_K,
-        )  # fmt: skip
+        codes = _codes(
+            weight_ptr, offs_n, step * BLOCK_K, n_in, n_out, dtype, BITS, MASKED, BLOCK_K
+        )
+        if HAS_ZEROS or BITS == 4:
+            codes -= _number(zeros.to(tl.int32) + _raised(BITS, dtype), dtype)[:, None]
         if WHOLE:
             acc = add_dot(codes, tl.trans(x), acc)
         else:
-            scale = tl.load(of_scales + g, mask=in_outputs, other=0.0).to(tl.float32)
-            acc += dot(codes, tl.trans(x)) * scale[:, None]
+            # The next group's numbers are on their way during the product. The last step loads its
+            # own again.
+            of_group += tl.where(step + 1 < n_groups, 1, 0)
+            next_scale = tl.load(scales_ptr + of_group, mask=in_outputs, other=0.0)
+            zeros = _zero_points(zeros_ptr, of_group, in_outputs, BITS, HAS_ZEROS)
+            acc += dot(codes, tl.trans(x)) * scale.to(tl.float32)[:, None]
+            scale = next_scale
     if WHOLE:
-        acc *= tl.load(of_scales, mask=in_outputs, other=0.0).to(tl.float32)[:, None]
+        acc *= scale.to(tl.float32)[:, None]
     if HAS_BIAS:
         acc += tl.load(bias_ptr + offs_n, mask=in_outputs, other=0.0).to(tl.float32)[:, None]
     at = offs_m.to(tl.int64)[None, :] * n_out + offs_n[:, None]
@@ -148,28 +176,38 @@ def _block_k(call: Call) -> int:
 def configs(call: Call) -> tuple[Config, ...]:
     """Returns the tiles that fit, the default first.
 
-    A tile is low enough if it has fewer than 2 · rows rows. The default is the highest such tile
-    that gives every multiprocessor work. If there is none, it is the one with the most programs.
+    The default has the fewest rows that hold all rows of the call, or else the most. Of these tiles
+    it is the largest that gives every multiprocessor work, or else the smallest.
     """
     p = call.problem
     fitting = [config for config in CONFIGS if _fits(call, config)]
-    low = [one for one in fitting if one.block_m < 2 * p["rows"]] or fitting[:1]
-
-    def programs(one: Config) -> int:
-        return triton.cdiv(p["rows"], one.block_m) * triton.cdiv(p["n_out"], one.block_n)
-
-    # Tiles with fewer rows than the call read the weight more than once.
-    low = [one for one in low if one.block_m >= min(p["rows"], low[-1].block_m)] or low[-1:]
-    filling = [one for one in low if programs(one) >= call.target.multiprocessors]
-    default = filling[-1] if filling else max(low, key=programs)
+    height = next((one.block_m for one in fitting if one.block_m >= p["rows"]), fitting[-1].block_m)
+    high = [one for one in fitting if one.block_m == height]
+    widths = dict.fromkeys(one.block_n for one in high)
+    n_row_tiles = triton.cdiv(p["rows"], height)
+    filling = [
+        width
+        for width in widths
+        if n_row_tiles * triton.cdiv(p["n_out"], width) >= call.target.multiprocessors
+    ]
+    width = (filling or list(widths)[:1])[-1]
+    default = next(one for one in high if one.block_n == width)
     return default, *(one for one in fitting if one != default)
 
 
 def _fits(call: Call, config: Config) -> bool:
-    """Returns whether the shared memory of a block holds the tiles in flight."""
+    """Returns whether registers hold the sums, and shared memory holds the tiles in flight.
+
+    Loaded codes have a stage less than rows of x. Their numbers pass through shared memory.
+    """
     target, p = call.target, call.problem
-    a_step = _block_k(call) * (config.block_m * p.itemsize + config.block_n * p["bits"] // 8)
-    return target.kind != "cuda" or a_step * config.num_stages + 1024 <= target.shared_bytes
+    if target.kind != "cuda":
+        return True
+    sums = config.block_m * config.block_n // (32 * config.num_warps)
+    rows = config.num_stages * config.block_m * p.itemsize
+    codes = config.block_n * ((config.num_stages - 1) * p["bits"] / 8 + p.itemsize)
+    fits = _block_k(call) * (rows + codes) + 1024 <= target.shared_bytes
+    return fits and (target.capability >= 90 or sums <= REGISTER_SUMS)
 
 
 def empty(wanted: tuple[str, ...], inputs: tuple) -> tuple[tuple, tuple]:
