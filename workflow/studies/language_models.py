@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from tnp.bench.language_forms import FORMS, WEIGHTS
-from tnp.llm.models import MODELS
+from tnp.llm.sizes import MODELS
 from workflow import settings, sources
 from workflow.faults import Fault, not_among
 from workflow.settings import ABSENT, Section
@@ -75,7 +75,7 @@ class LanguageModels(Study):
             if run.model not in MODELS:
                 yield from not_among((*place, "model"), "model", [run.model], MODELS)
                 continue
-            longest, length = MODELS[run.model].longest, max(run.prompt) + run.new
+            longest, length = MODELS[run.model].sizes.longest, max(run.prompt) + run.new
             if length > longest:
                 what = f"{max(run.prompt)} and {run.new} new tokens are {length}"
                 yield Fault(place, f"{what}: {run.model} takes at most {longest}", ("prompt",))
