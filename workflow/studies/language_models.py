@@ -9,7 +9,7 @@ from itertools import product
 from tnp.bench.language_forms import FORMS, WEIGHTS
 from tnp.llm.sizes import MODELS
 from workflow import settings, sources
-from workflow.faults import Fault, not_among
+from workflow.faults import Fault, listed, not_among
 from workflow.settings import ABSENT, Section
 from workflow.studies import Config, Here, Job, Study
 
@@ -70,6 +70,11 @@ class LanguageModels(Study):
         if spec is None:
             return
         yield from not_among((self.section, "forms"), "form", spec.forms, FORMS)
+        for index, name in enumerate(spec.forms):
+            formats = FORMS[name].weights if name in FORMS else spec.weights
+            if not set(formats) & set(spec.weights):
+                what = f"{name!r} has weights in {listed(formats)} alone: name that in `weights`"
+                yield Fault((self.section, "forms", index), what)
         for name, run in spec.runs.items():
             place = (self.section, "runs", name)
             if run.model not in MODELS:
