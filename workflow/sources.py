@@ -38,10 +38,10 @@ def of_gate(gate: str) -> Found:
     PyTorch's implementations are in it, except for gate `kernels`. Ours are in it if the gate runs
     them: all of them for a gate of every operator, else those that "auto" may choose.
     """
-    kind, *names = gate.split("--")
-    if names:
+    if gate not in GATES:
+        _, *names = gate.split("--")
         return _of_implementation_gate(*names)
-    found = reached(f"tnp.gates.{gate}:*")
+    found = reached(f"tnp.gates.{GATES[gate].module or gate}:*")
     for operator in _operators_of(gate):
         for name in catalog().names(operator.name):
             one = catalog().listed(operator.name, name)
@@ -58,9 +58,11 @@ def _runs(gate: str, one: Listed) -> bool:
 
 
 def _operators_of(gate: str) -> list[Operator]:
-    """Returns the operators that a gate runs: all, or the model's."""
+    """Returns the operators that a gate runs: all, those it names, or the model's."""
     if GATES[gate].every:
         return list(catalog().operators.values())
+    if GATES[gate].runs:
+        return [catalog().operator(name) for name in GATES[gate].runs]
     families = *FAMILIES, *block_of(dict.fromkeys(FAMILIES, OWN))
     return [operator for family in families for operator in catalog().family(family)]
 

@@ -30,7 +30,8 @@ class Gate:
     `phase`: None if no phase asks for what the gate checks. `ours`: the gate runs our operators
     too. `every`: it runs every operator, and not the model's alone. `blocks`: False for a gate that
     only records a measure. Nothing waits for such a gate, and the workflow does not fail if it is
-    red.
+    red. `module` has the checks, with the gate's name as a second argument; without it the module
+    is named as the gate. `runs`: the operators that it runs, in place of the model's.
     """
 
     phase: int | None
@@ -38,6 +39,8 @@ class Gate:
     ours: bool = False
     every: bool = False
     blocks: bool = True
+    module: str = ""
+    runs: tuple[str, ...] = ()
 
 
 class Share(NamedTuple):
@@ -66,6 +69,15 @@ GATES = {
     "ragged": Gate(10, ours=True),
     "buffer": Gate(10, ours=True),
     COMPILED: Gate(11, ours=True, every=True),
+}
+# Gates of language models, one for each kind of decoder.
+_OF_A_STEP = (
+    "decode_attention", "layer_norm", "quantized_linear", "rms_norm", "rope", "swiglu",
+)  # fmt: skip
+GATES |= {
+    f"{what}--{kind}": Gate(None, "decoder", module="language", runs=_OF_A_STEP)
+    for what in ("decoder", "decode")
+    for kind in ("gpt2", "llama", "qwen3")
 }
 
 
@@ -261,9 +273,12 @@ def run_gate(
                 progress.row(common | mode | fields)
 
     try:
-        module = importlib.import_module(f"tnp.gates.{'operators' if whose else name}")
+        home = "operators" if whose else about.module or name
+        module = importlib.import_module(f"tnp.gates.{home}")
         if whose:
             take(module.checks(about.op, whose, device, progress.finished, share))
+        elif about.module:
+            take(module.checks(device, name))
         else:
             take(module.checks(device))
         if hasattr(module, "kernel_rows"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -171,6 +172,15 @@ class Decoder:
         )  # fmt: skip
         head = self.head if head_bits is None else coded(self.head, head_bits)
         return replace(self, layers=layers, head=head)
+
+    def generate(self, ids: Tensor, **how: Any) -> Tensor:
+        """Returns new tokens behind each prompt; see `tnp.llm.generate.generate`."""
+        return importlib.import_module("tnp.llm.generate").generate(self, ids, **how)
+
+    @cached_property
+    def kept(self) -> dict[str, Any]:
+        """Holds what `generate` keeps for its next call: a cache, and on CUDA a graph."""
+        return {}
 
     def save(self, folder: Path | str) -> None:
         """Writes the decoder to `folder`. If that fails, an earlier decoder there stays.

@@ -1,4 +1,7 @@
-"""Reads decoders from Hugging Face's models, and builds such models with a decoder's weights.
+"""Reads decoders from Hugging Face's models, and decodes behind their `generate`.
+
+`model.generate(ids, custom_generate=decode)` prepares everything and then calls `decode` in place
+of its own loop. `build` makes a model with a decoder's weights, for gates and benchmarks.
 
 This is the only module that imports transformers, and it does so inside of functions. It reads
 weights and configuration and hooks into nothing, so it does not depend on how layers are called.
@@ -6,18 +9,23 @@ weights and configuration and hooks into nothing, so it does not depend on how l
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tnp.llm.decoder import Decoder, Layer, Linear, Norm, Sizes, rotation_tables
+from tnp.llm.generate import generate
 from tnp.llm.models import Model
 from tnp.util.checks import require_count
 from tnp.util.extras import MissingExtra, install
 
+LOG = logging.getLogger("tnp.llm")
 OLDEST = (5, 5)  # transformers: the first with `rope_parameters` and these names in all three kinds
 # The class of each kind that is read, by the configuration's `model_type`.
 CLASSES = {
@@ -208,6 +216,218 @@ def _read_llama(model: Any, longest: int) -> Decoder:
 
 def _is_tied(model: Any, embedding: nn.Embedding) -> bool:
     return model.lm_head.weight is embedding.weight
+
+
+def decode(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    strict: bool = False,
+    implementation: str = "torch",
+    **model_kwargs: Any,
+) -> Tensor:
+    """Generates as `model.generate(ids, custom_generate=decode)` asks, by `tnp.llm.generate`.
+
+    It takes greedy decoding and sampling with temperature, top_k and top_p, several end tokens, and
+    prompts padded on the right. Random tokens come from PyTorch's generator, but are not those of
+    Hugging Face's loop. Anything else goes to that loop, with one sentence to logger "tnp.llm".
+
+    The decoder is read at the first call and kept as long as the model. It is read again once a
+    weight was replaced, or changed by an operation of PyTorch's, but not if somebody wrote through
+    `weight.data`: call `forget(model)` then.
+
+    Args:
+        model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs:
+            what `generate` passes.
+        strict: whether to refuse what Hugging Face's loop would have to do. `generate` takes
+            `strict=True` beside `custom_generate=decode`.
+        implementation: the step's, likewise.
+
+    Returns:
+        the prompts and new tokens behind them, [B, T + n].
+
+    Raises:
+        Unreadable: `strict` is True, and there is a reason against decoding here.
+    """
+    asked = stopping_criteria.max_length
+    reason = _against(
+        model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+    )
+    if reason is None:
+        try:
+            decoder = decoder_of(model)
+        except Unreadable as error:
+            reason = str(error)
+    if reason is None and asked > decoder.sizes.longest:
+        reason = f"{asked} tokens are asked for: the model has {decoder.sizes.longest} positions"
+    if reason is not None:
+        if strict:
+            raise Unreadable(f"decode cannot serve this call: {reason}")
+        LOG.warning("Hugging Face's own loop decodes: %s", reason)
+        return _their_loop(
+            model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+        )
+    how: dict[str, Any] = {}
+    if generation_config.do_sample:
+        found = {type(one).__name__: one for one in logits_processor}
+        how["temperature"] = 1.0
+        for kind, name in WARPERS.items():
+            if kind in found:
+                how[name] = getattr(found[kind], name)
+    stops = [one for one in stopping_criteria if hasattr(one, "eos_token_id")]
+    if stops:
+        how["eos_token_id"] = stops[0].eos_token_id.flatten().tolist()
+        how["pad_token_id"] = generation_config.pad_token_id
+    mask = model_kwargs.get("attention_mask")
+    lengths = None if mask is None or mask.all() else mask.sum(1, dtype=torch.int32)
+    new = generate(
+        decoder, input_ids, max_new_tokens=asked - input_ids.shape[1], lengths=lengths,
+        implementation=implementation, **how,
+    )  # fmt: skip
+    return torch.cat((input_ids, new), 1)
+
+
+# What a prepared call may hold. Its logits processors, in their order, by what is read of each.
+WARPERS = {
+    "TemperatureLogitsWarper": "temperature",
+    "TopKLogitsWarper": "top_k",
+    "TopPLogitsWarper": "top_p",
+}
+CRITERIA = ("MaxLengthCriteria", "EosTokenCriteria")
+MODES = ("greedy_search", "sample")
+# Arguments of a model that say how it computes, and not what.
+IGNORED = ("use_cache", "logits_to_keep", "tokenizer")
+
+
+def _against(
+    model: Any,
+    ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    config: Any,
+    kwargs: dict[str, Any],
+) -> str | None:
+    """Returns the first reason why `decode` cannot serve a prepared call, or None."""
+    if model.training:
+        return "the model is in training mode: call model.eval() first"
+    mode = config.get_generation_mode(kwargs.get("assistant_model")).value
+    if mode not in MODES:
+        return f"the mode is {mode}: decode takes {' and '.join(MODES)}"
+    if config.return_dict_in_generate:
+        return "return_dict_in_generate is set: decode returns ids alone"
+    if config.cache_implementation not in (None, "dynamic", "static"):
+        return f"cache_implementation is {config.cache_implementation!r}: decode has its own cache"
+    warpers = [type(one).__name__ for one in logits_processor]
+    known = [kind for kind in WARPERS if kind in warpers] if config.do_sample else []
+    if warpers != known:
+        return f"there are the logits processors {', '.join(warpers)}: decode takes " + (
+            f"{', '.join(WARPERS)} in this order" if config.do_sample else "none without sampling"
+        )
+    for one in logits_processor:
+        keeps, fills = (
+            getattr(one, "min_tokens_to_keep", 1),
+            getattr(one, "filter_value", -math.inf),
+        )
+        if (keeps, fills) != (1, -math.inf):
+            return f"{type(one).__name__} keeps {keeps} tokens and fills {fills}"
+    for one in stopping_criteria:
+        if type(one).__name__ not in CRITERIA:
+            return f"there is the stopping criterion {type(one).__name__}: decode takes " + (
+                " and ".join(CRITERIA)
+            )
+    if stopping_criteria.max_length is None:
+        return "there is no limit of tokens: give max_new_tokens"
+    if ids.dtype != torch.int64 or ids.dim() != 2 or not ids.numel():
+        return f"input_ids is {ids.dtype} {tuple(ids.shape)}: decode takes int64 [B, T]"
+    if ids.device != model.device:
+        return f"input_ids is on {ids.device} and the model on {model.device}"
+    return _against_arguments(ids, kwargs)
+
+
+def _against_arguments(ids: Tensor, kwargs: dict[str, Any]) -> str | None:
+    """Returns the first reason that lies in the model's arguments, or None.
+
+    A cache is known by its methods, because its name differs between versions.
+    """
+    mask, n_tokens = kwargs.get("attention_mask"), ids.shape[1]
+    places = torch.arange(n_tokens, device=ids.device)
+    if mask is not None:
+        if mask.shape != ids.shape:
+            return f"attention_mask has shape {tuple(mask.shape)}: it must be {tuple(ids.shape)}"
+        if not torch.equal(mask.bool(), places < mask.bool().sum(1, keepdim=True)):
+            return (
+                "attention_mask has padding on the left or in between: decode takes it on the right"
+            )
+        if not mask.bool().any(1).all():
+            return "attention_mask has a sequence without tokens"
+    for name, value in kwargs.items():
+        if name in IGNORED or name == "attention_mask" or value is None or value is False:
+            continue
+        if callable(getattr(value, "get_seq_length", None)):
+            if value.get_seq_length() or getattr(value, "_is_user_defined", False):
+                return "a cache is given: decode has its own"
+        elif name == "position_ids":
+            wrong = value != places
+            if (wrong if mask is None else wrong & mask.bool()).any():
+                return "position_ids do not count from 0"
+        else:
+            return f"{name} is given: decode does not know it"
+    return None
+
+
+def _their_loop(
+    model: Any,
+    ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    config: Any,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls Hugging Face's own loop with a prepared call."""
+    from transformers.generation.utils import GENERATION_MODES_MAPPING
+
+    mode = config.get_generation_mode(kwargs.get("assistant_model"))
+    name = GENERATION_MODES_MAPPING[mode]
+    if not hasattr(type(model), name):
+        raise Unreadable(
+            f"the mode is {mode.value}: transformers has no loop of its own for it, call generate "
+            "without custom_generate"
+        )
+    if mode.value == "assisted_generation":
+        kwargs = {"inputs_tensor": ids, **kwargs}
+    return getattr(model, name)(
+        ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
+        generation_config=config, **kwargs,
+    )  # fmt: skip
+
+
+_KEPT: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by model: the state of its weights, decoder
+
+
+def decoder_of(model: Any) -> Decoder:
+    """Returns the model's decoder, which is kept as `decode` says.
+
+    Raises:
+        Unreadable, MissingExtra: as `read`.
+    """
+    state = tuple(
+        (name, x.data_ptr(), None if x.is_inference() else x._version, x.dtype, x.device)
+        for name, x in model.named_parameters()
+    )
+    known, decoder = _KEPT.get(model, (None, None))
+    if known != state:
+        decoder = None  # its memory is free for the next one
+        forget(model)
+        decoder = read(model)
+        _KEPT[model] = state, decoder
+    return decoder
+
+
+def forget(model: Any) -> None:
+    """Forgets the model's decoder, so that `decode` reads its weights again."""
+    _KEPT.pop(model, None)
 
 
 def build(model: Model, decoder: Decoder) -> Any:

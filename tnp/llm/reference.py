@@ -15,12 +15,15 @@ from tnp.ops.quantized_linear.quantizer import dequantize_weight
 
 
 @torch.no_grad()
-def logits(decoder: Decoder, ids: Tensor) -> Tensor:
+def logits(
+    decoder: Decoder, ids: Tensor, kept: list[tuple[Tensor, Tensor]] | None = None
+) -> Tensor:
     """Returns the logits [B, T, vocab] of each token's successor, in the decoder's dtype.
 
     Args:
         decoder: the decoder.
         ids: [B, T], int64, from 0 to vocab − 1; T is at most `sizes.longest`.
+        kept: gets each layer's keys and values [B, n_kv_heads, T, head_dim].
     """
     s, n_tokens = decoder.sizes, ids.shape[1]
     x = F.embedding(ids, decoder.embedding)
@@ -37,6 +40,8 @@ def logits(decoder: Decoder, ids: Tensor) -> Tensor:
         if decoder.cos is not None:
             cos, sin = (table[:n_tokens].to(x.dtype) for table in (decoder.cos, decoder.sin))
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if kept is not None:
+            kept.append((k, v))
         k, v = (y.repeat_interleave(s.n_heads // s.n_kv_heads, 1) for y in (k, v))
         scores = (q @ k.mT * s.head_dim**-0.5).masked_fill(unseen, -torch.inf)
         o = scores.softmax(-1) @ v

@@ -105,14 +105,14 @@ MODELS = {
         theta=1e6,
     ),
     "small_gpt2": _model(
-        "gpt2", 1000, 128, 3, (4, 4, 32), 512, eps=1e-5, longest=256, tied=False
+        "gpt2", 1000, 256, 3, (4, 4, 64), 1024, eps=1e-5, longest=256, tied=False
     ),
     "small_llama": _model(
-        "llama", 1000, 128, 3, (4, 2, 32), 256, eps=1e-5, longest=512, tied=False,
+        "llama", 1000, 256, 3, (4, 2, 64), 512, eps=1e-5, longest=512, tied=False,
         theta=1e4, stretch=Stretch(factor=8.0, low=1.0, high=4.0, original=64),
     ),
     "small_qwen3": _model(
-        "qwen3", 1000, 128, 3, (4, 2, 64), 256, eps=1e-6, longest=256, tied=False, theta=1e4
+        "qwen3", 1000, 256, 3, (4, 2, 128), 512, eps=1e-6, longest=256, tied=False, theta=1e4
     ),
 }  # fmt: skip
 

@@ -28,6 +28,11 @@ class Step(Protocol):
 
     def __init__(self, decoder: Decoder) -> None: ...
 
+    @staticmethod
+    def refuses(decoder: Decoder) -> str | None:
+        """Returns why this implementation cannot compute the decoder where it is, or None."""
+        ...
+
     def prompt(self, ids: Tensor, cache: Cache, lengths: Tensor | None = None) -> Tensor:
         """Returns the logits [B, vocab] behind each sequence's last token.
 
@@ -52,6 +57,10 @@ class TorchStep:
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
+
+    @staticmethod
+    def refuses(decoder: Decoder) -> str | None:
+        return None
 
     @torch.no_grad()
     def prompt(self, ids: Tensor, cache: Cache, lengths: Tensor | None = None) -> Tensor:
@@ -120,9 +129,17 @@ STEPS: dict[str, type[Step]] = {"torch": TorchStep}
 
 
 def step_of(decoder: Decoder, implementation: str) -> Step:
-    """Returns the step of a decoder. Raises ValueError for an unknown implementation."""
+    """Returns the step of a decoder.
+
+    Raises:
+        ValueError: the implementation is unknown.
+        RuntimeError: it cannot compute this decoder, with the reason.
+    """
     if implementation not in STEPS:
         raise ValueError(
             f"unknown implementation {implementation!r}: choose from {', '.join(STEPS)}"
         )
+    reason = STEPS[implementation].refuses(decoder)
+    if reason is not None:
+        raise RuntimeError(f"the step {implementation!r} cannot run here: {reason}")
     return STEPS[implementation](decoder)
