@@ -1,5 +1,6 @@
 """Tests the view of language models against values computed by hand, and the published figures."""
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -27,6 +28,7 @@ def written(
             outcome |= {f"token_ms_{name}": times[form] for name in ("p50", "mean", "p95")}
             outcome |= {"prompt_ms_p50": 30.0, "tokens_per_s": 8e3 / times[form]}
         waits = {"gates": "proof" if form == "ours" else "", "role": FORMS[form].role}
+        waits["operators"] = json.dumps(FORMS[form].operators)
         rows.append(PROVENANCE | SIZES | about | outcome | HASHES | waits | columns)
     tables = run(run_id, {"generations": rows}, minutes=minutes)
     return tables | {"code": [row | {"implementation": f} for row in tables["code"] for f in times]}

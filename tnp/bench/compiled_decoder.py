@@ -44,7 +44,7 @@ def compiled(asked: Asked) -> Writer:
             place += 1
             torch.compiler.cudagraph_mark_step_begin()
             tokens.append(step(tokens[-1], place).clone())
-        return torch.cat([ids, *tokens], 1)
+        return torch.cat(tokens, 1)
 
     last = torch.tensor([asked.length - 1], device=asked.device)
     first = torch.zeros(asked.batch, 1, dtype=torch.int64, device=asked.device)

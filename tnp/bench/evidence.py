@@ -50,7 +50,8 @@ def of_generation(parameters: dict) -> dict[str, str | None]:
     return _known(parameters, parameters.get("definitions", {}).get(form.name)) | {
         "spec_hash": _hash({name: parameters[name] for name in GENERATION_SPEC}),
         "role": form.role,
-        "gates": "|".join(form.gates),
+        "operators": json.dumps(form.operators),
+        "gates": "|".join(form.gates(parameters["model"])),
     }
 
 

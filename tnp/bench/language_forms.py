@@ -5,6 +5,7 @@ A form is one way to write new tokens after a prompt. `FORMS` is the only list o
 
 from dataclasses import dataclass
 
+from tnp.llm.sizes import MODELS
 from tnp.store.schemas import ROLES
 
 BASELINE, PEER, OWN = ROLES
@@ -20,8 +21,9 @@ class Form:
 
     `start` names the function that builds it, as "module:function". It is called with a
     `tnp.bench.language.Asked` and returns a `tnp.bench.language.Writer`. `weights` are the formats
-    that it can have, `packages` the distributions that it needs beside PyTorch, and `gates` what it
-    waits for.
+    that it can have, and `packages` the distributions that it needs beside PyTorch.
+    `implementation` is that of our decoder's step, a key of `tnp.llm.step.STEPS`. Gates of the
+    model's kind prove it. It is "" for a form that is not ours.
     """
 
     name: str
@@ -29,7 +31,17 @@ class Form:
     start: str
     weights: tuple[str, ...] = WEIGHTS
     packages: tuple[str, ...] = ()
-    gates: tuple[str, ...] = ()
+    implementation: str = ""
+
+    @property
+    def operators(self) -> dict[str, str]:
+        """Returns {operator: implementation} that gates' checks must be about."""
+        return {"decoder": self.implementation} if self.implementation else {}
+
+    def gates(self, model: str) -> list[str]:
+        """Returns the gates that the form waits for if it runs `model`."""
+        kind = MODELS[model].sizes.kind
+        return [f"{gate}--{kind}" for gate in ("decoder", "decode")] if self.implementation else []
 
 
 FORMS = {
@@ -40,6 +52,6 @@ FORMS = {
         Form("hf_autotuned", PEER, "tnp.bench.language_hf:autotuned", (BF16,), ("transformers",)),
         Form("compiled_decoder", PEER, "tnp.bench.compiled_decoder:compiled"),
         Form("vllm", PEER, "tnp.bench.language:vllm", packages=("vllm",)),
-        Form("ours", OWN, "tnp.bench.language:ours"),
+        Form("ours", OWN, "tnp.bench.language:ours", implementation="fused"),
     )
 }

@@ -49,6 +49,7 @@ def _writer(asked: Asked, **how: Any) -> Writer:
     model = copy.deepcopy(_model(asked), {id(x): x for x in shared})
 
     def write(ids: Tensor, n_new: int) -> Tensor:
-        return model.generate(ids, max_new_tokens=n_new, do_sample=False, **how)
+        found = model.generate(ids, max_new_tokens=n_new, do_sample=False, **how)
+        return found[:, ids.shape[1] :]
 
     return Writer(write, sum(x.nbytes for x in shared))

@@ -125,7 +125,7 @@ OP_KEY = [
     ("replicate", pa.int32()),
 ]
 
-# The variant of a step; null in rows from before there were several operators.
+# The variant of a step, or a form of a language model; null in rows from before there were several operators.
 VARIANT = [
     ("operators", pa.string()),  # JSON: operator → implementation
     ("gates", pa.string()),  # gates that the step waits for, joined by "|"
@@ -292,8 +292,8 @@ TABLES: dict[str, pa.Schema] = {
             ("bytes", pa.float64()),  # counted: weights and cache that a step must read
             ("peak_memory_bytes", pa.int64()),  # weights, and what a call adds; null on a CPU
             ("packages", pa.string()),  # JSON: name → version
-            ("gates", pa.string()),  # gates that the form waits for, joined by "|"
             *CONDITIONS,
+            *VARIANT,
             *RUN,
             *EVIDENCE,
         ],

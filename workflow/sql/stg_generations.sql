@@ -19,7 +19,7 @@ select
     token_ms_mean as mean_ms,
     token_ms_std as std_ms,
     coalesce(source_hash, '-') as host_hash,
-    ['language_model/' || form] as uses,
+    list_transform(json_keys(operators), lambda name: name || '/' || (operators ->> name)) as uses,
     true as checked
 from generations
 qualify

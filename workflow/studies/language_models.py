@@ -3,6 +3,7 @@
 Each run, batch, prompt and format of weights is one job, which times all forms in turn.
 """
 
+import json
 from collections.abc import Iterator
 from itertools import product
 
@@ -50,6 +51,9 @@ class LanguageModels(Study):
                     forms = [form for form in spec.forms if weights in FORMS[form].weights]
                     if not forms:
                         continue
+                    operators: dict[str, str] = {}
+                    for form in forms:
+                        operators |= FORMS[form].operators
                     yield here.job(
                         f"{study}--{name}--b{batch}_p{n_prompt}_{weights}",
                         study,
@@ -63,6 +67,7 @@ class LanguageModels(Study):
                         n_new=run.new,
                         dtype=DTYPE,
                         forms=forms,
+                        operators=json.dumps(operators),
                     )
 
     def faults(self, config: Config) -> Iterator[Fault]:
@@ -86,7 +91,8 @@ class LanguageModels(Study):
                 yield Fault(place, f"{what}: {run.model} takes at most {longest}", ("prompt",))
 
     def gates(self, job: Job) -> list[str]:
-        return list(dict.fromkeys(gate for form in job["forms"] for gate in FORMS[form].gates))
+        found = (gate for form in job["forms"] for gate in FORMS[form].gates(job["model"]))
+        return list(dict.fromkeys(found))
 
     def code(self, job: Job) -> sources.Found:
         found: sources.Found = {}
