@@ -79,7 +79,7 @@ def test_a_tokens_time_is_the_difference_of_two_calls(tables):
         of_form = [one for one in tables["samples"] if one["config_id"] == row["config_id"]]
         whole, prompt = (
             [one["time_ms"] for one in of_form if one["pass"] == name]
-            for name in ("generation", "prompt")
+            for name in (f"generation {row['form']}", f"prompt {row['form']}")
         )
         assert len(whole) == len(prompt) == row["n_samples"] >= 2
         token = [(a - b) / (N_NEW - 1) for a, b in zip(whole, prompt, strict=True)]

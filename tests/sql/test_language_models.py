@@ -100,3 +100,20 @@ def test_published_figures_have_a_source(store: Callable[..., Query]) -> None:
     assert len(rows) > 20
     for row in rows:
         assert row["source"] and row["basis"] in ("stated", "counted") and row["tokens_per_s"] > 0
+
+
+def test_a_form_that_the_host_disturbs_leaves_the_others_precise(
+    store: Callable[..., Query],
+) -> None:
+    tables = written("one")
+    for row in tables["generations"]:
+        times = [1.0, 1.0, 2.0] if row["form"] == "hf" else [1.0, 1.0, 1.0]
+        sample = {name: row[name] for name in (*PROVENANCE, "config_id", "replicate", "run_id")}
+        sample["pass"] = f"generation {row['form']}"
+        tables.setdefault("samples", []).extend(
+            sample | {"sample": i, "time_ms": time, "t_s": i} for i, time in enumerate(times)
+        )
+    query = store(gate("gate"), tables)
+    hf = of_form(query, "hf")
+    assert not hf["valid"] and hf["why_not"] == "the samples were not precise enough"
+    assert of_form(query, "ours")["valid"] and of_form(query, "hf_static")["own_speedup_low"]

@@ -252,8 +252,8 @@ def _timed(
         row["tokens_per_s"] = 1e3 * asked.batch / row["token_ms_p50"]
         row["bare_ms"] = writer.bare and _bare_ms(writer.bare, asked.device)
         row["n_kernels"] = _n_kernels(writer, asked)
-        samples += sample_rows(row, "generation", long, conditions)
-        samples += sample_rows(row, "prompt", short, conditions)
+        samples += sample_rows(row, f"generation {name}", long, conditions)
+        samples += sample_rows(row, f"prompt {name}", short, conditions)
     return samples
 
 

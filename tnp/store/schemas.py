@@ -300,7 +300,8 @@ TABLES: dict[str, pa.Schema] = {
         "samples": [
             ("config_id", pa.string()),
             ("replicate", pa.int32()),
-            # "step" | "forward" | "backward" | "prediction" | "generation" | "prompt"
+            # "step" | "forward" | "backward" | "prediction"; of a language model
+            # "generation FORM" | "prompt FORM"
             ("pass", pa.string()),
             ("sample", pa.int32()),
             ("time_ms", pa.float64()),

@@ -1,11 +1,14 @@
 -- Grain: device × run × config_id: a recorded form of a language model that wrote new tokens, with
 -- its comparison key. Its time is that of one token of all sequences.
+--
+-- Each form has a `pass` of its own: the host limits some forms, and its noise must not make the
+-- others' samples too imprecise.
 create or replace view stg_generations as
 select
     *,
     run_of(run_id, device, recorded_at) as run,
     'generation' as kind,
-    'generation' as pass,
+    'generation ' || form as pass,
     form as code_of,
     concat_ws(' ', model, weights) as part,
     form as name,
