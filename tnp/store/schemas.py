@@ -125,7 +125,8 @@ OP_KEY = [
     ("replicate", pa.int32()),
 ]
 
-# The variant of a step, or a form of a language model; null in rows from before there were several operators.
+# The variant of a step, or a language model's form; null in rows from before there were several
+# operators.
 VARIANT = [
     ("operators", pa.string()),  # JSON: operator → implementation
     ("gates", pa.string()),  # gates that the step waits for, joined by "|"
