@@ -22,7 +22,7 @@ PROJECT, LAB = (
 # Packages of requirements.txt that neither the core needs, nor the tests alone.
 BEYOND_THE_CORE = (
     "pyarrow", "duckdb", "altair", "vl_convert", "snakemake", "pydantic", "yaml", "skimage",
-    "pynvml", "tqdm", "pytz", "pytest",
+    "pynvml", "tqdm", "pytz", "pytest", "transformers",
 )  # fmt: skip
 
 PROGRAM = """

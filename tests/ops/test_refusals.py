@@ -19,6 +19,7 @@ from tnp.ops.mixture_heads import mixture_heads
 from tnp.ops.mixture_nll import mixture_nll
 from tnp.ops.mlp import mlp
 from tnp.ops.projection import linear, project_qkv
+from tnp.ops.quantized_linear import quantized_linear
 from tnp.ops.rms_norm import add_rms_norm, rms_norm
 from tnp.ops.rms_norm_linear import rms_norm_linear
 from tnp.ops.rms_norm_swiglu import rms_norm_swiglu
@@ -321,6 +322,25 @@ WRONGS = {
             ({"weight": zeros(8, 32).requires_grad_()}, "weight asks for a gradient and rms_norm"),
         ],
     ),
+    quantized_linear: (
+        {"x": zeros(2, 96).half(), "weight": zeros(8, 12).int(), "scales": zeros(8, 3).half()},
+        [
+            ({"weight": zeros(8, 12).long()}, "weight is torch.int64: it must be torch.int8, or"),
+            ({"weight": zeros(8, 11).int()}, "(8, 11): they must be [..., n_in] and [n_out, n_in"),
+            ({"weight": zeros(8, 12).char()}, "torch.int8 (8, 12): they must be [..., n_in] and"),
+            ({"scales": zeros(8, 3)}, "scales is torch.float32 and x torch.float16: they must be"),
+            ({"scales": zeros(8, 5).half()}, "(8, 5): it must be [8, n_groups], with n_groups a"),
+            ({"scales": zeros(3, 8).half()}, "scales has shape (3, 8): it must be [8, n_groups]"),
+            ({"scales": zeros(8, 2).half()}, "2 groups of 48 weights: groups must have 32, 64"),
+            ({"zeros": zeros(8, 3)}, "zeros is torch.float32 (8, 3): it must be torch.uint8 of"),
+            ({"zeros": zeros(8, 1).byte()}, "zeros is torch.uint8 (8, 1): it must be"),
+            ({"bias": zeros(9)}, "bias is torch.float32 (9,): it must be torch.float32 or x's"),
+            ({"bias": zeros(8).bfloat16()}, "bias is torch.bfloat16 (8,): it must be"),
+            ({"x": zeros(96).bfloat16()}, "scales is torch.float16 and x torch.bfloat16: they"),
+            ({"x": torch.tensor(1.0)}, "x is () and weight"),
+            ({"scales": zeros(8, 3).half().requires_grad_()}, "scales asks for a gradient and"),
+        ],
+    ),
     rms_norm_swiglu: (
         {"x": zeros(3, 24), "gate": zeros(3, 24), "weight": zeros(24)},
         [
@@ -490,7 +510,8 @@ WRONGS = {
 }  # fmt: skip
 OWN = dict.fromkeys(
     (softmax, layer_norm, rope.rope, rope.qk_norm_rope, products.matmul, cross_entropy,
-     linear_cross_entropy, rms_norm_linear, rms_norm_swiglu, buffered_attention, decode_attention),
+     linear_cross_entropy, rms_norm_linear, quantized_linear, rms_norm_swiglu,
+     buffered_attention, decode_attention),
     "triton",
 )  # fmt: skip
 

@@ -51,6 +51,9 @@ WORDS = {
     "cce": "cut cross-entropy",
     "torchao": "torchao in 8 bits",
     "addmm_activation": "cuBLAS with GELU",
+    "dequantized": "cuBLAS on the whole weight",
+    "tinygemm": "PyTorch's tinygemm",
+    "int8pack": "PyTorch's int8 product",
     # Operators and components.
     "rms_norm": "RMSNorm",
     "add_rms_norm": "sum and RMSNorm",
@@ -59,6 +62,7 @@ WORDS = {
     "swiglu": "SwiGLU",
     "rms_norm_linear": "RMSNorm with linear layer",
     "gelu_linear": "linear with GELU",
+    "quantized_linear": "linear in 8 and 4 bits",
     "decode_attention": "decoding",
     "buffered_attention": "attention around a buffer",
     "rope": "rotary embedding",

@@ -68,6 +68,7 @@ GATES = {
     "cuda_graphs": Gate(10),
     "ragged": Gate(10, ours=True),
     "buffer": Gate(10, ours=True),
+    "quantizer": Gate(None, "quantized_linear"),
     COMPILED: Gate(11, ours=True, every=True),
 }
 # Gates of language models, one for each kind of decoder.

@@ -15,7 +15,8 @@ from tnp.cuda_graphs import Captures
 from tnp.llm.cache import Cache
 from tnp.llm.decoder import Decoder
 from tnp.llm.sampling import Sampling, choose, gumbel_
-from tnp.llm.step import step_of
+from tnp.llm.steps import AUTO, step_of
+from tnp.llm.tokens import Tokens
 from tnp.util.checks import require_between, require_count, require_lengths, require_tensors
 
 LOOK_EVERY = 16  # tokens between two looks at the end of sequences; noise is drawn for as many
@@ -32,7 +33,7 @@ class Loop:
         sampling: how tokens are chosen.
         stops: ids that end a sequence.
         pad: the id behind a sequence's end.
-        implementation: the step's, a key of `tnp.llm.step.STEPS`.
+        implementation: the step's, a name of `tnp.llm.steps.step_of`.
 
     Raises:
         ValueError: as `Cache`, or the implementation is unknown.
@@ -46,20 +47,17 @@ class Loop:
         sampling: Sampling,
         stops: tuple[int, ...] = (),
         pad: int = 0,
-        implementation: str = "torch",
+        implementation: str = AUTO,
     ) -> None:
-        self.step = step_of(decoder, implementation)
-        self.cache = Cache(decoder, batch, capacity)
-        self._sampling, self._pad, device = sampling, pad, decoder.device
-        self._stops = torch.tensor(stops, device=device) if stops else None
-        self._ids = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._block = torch.zeros(LOOK_EVERY, batch, dtype=torch.int64, device=device)
-        self._place = torch.zeros(1, dtype=torch.int64, device=device)  # in the block
-        self._ended = torch.zeros(batch, dtype=torch.bool, device=device)
-        shape = LOOK_EVERY, batch, decoder.sizes.vocab
-        self._noise = None if sampling.greedy else torch.empty(shape, device=device)
-        self._captures = Captures(device) if device.type == "cuda" else None
-        self._has_run, self._replay = False, None
+        with torch.inference_mode(False):  # the next call may be made outside of it
+            self.step = step_of(decoder, implementation)
+            self.cache = Cache(decoder, batch, capacity)
+            self._sampling, device = sampling, decoder.device
+            self._tokens = Tokens(batch, LOOK_EVERY, stops, pad, device)
+            shape = LOOK_EVERY, batch, decoder.sizes.vocab
+            self._noise = None if sampling.greedy else torch.empty(shape, device=device)
+            self._captures = Captures(device) if device.type == "cuda" else None
+            self._has_run, self._replay = False, None
 
     @torch.no_grad()
     def run(
@@ -73,23 +71,24 @@ class Loop:
 
         There are fewer if all sequences have ended. Arguments are not checked; see `generate`.
         """
+        tokens = self._tokens
         self.cache.reset()
-        self._ended.zero_()
+        tokens.ended.zero_()
         self._begin_block(generator)
-        self._choose(self.step.prompt(ids, self.cache, lengths))
+        tokens.add(self._chosen(self.step.prompt(ids, self.cache, lengths)))
         blocks = []
         for done in range(1, n):
             if done % LOOK_EVERY == 0:
-                blocks.append(self._block.clone())
-                if self._stops is not None and self._ended.all():
+                blocks.append(tokens.block.clone())
+                if tokens.stops is not None and tokens.ended.all():
                     return self._cut(torch.cat(blocks).t())
                 self._begin_block(generator)
             self._follow()
-        blocks.append(self._block[: (n - 1) % LOOK_EVERY + 1])
+        blocks.append(tokens.block[: (n - 1) % LOOK_EVERY + 1])
         return self._cut(torch.cat(blocks).t())
 
     def _begin_block(self, generator: torch.Generator | None) -> None:
-        self._place.zero_()
+        self._tokens.begin_block()
         if self._noise is not None:
             gumbel_(self._noise, generator)
 
@@ -104,23 +103,22 @@ class Loop:
         self._replay()
 
     def _step(self) -> None:
-        self._choose(self.step(self._ids, self.cache))
+        if self._sampling.greedy:
+            self.step.follow(self._tokens, self.cache)
+        else:
+            self._tokens.add(self._chosen(self.step(self._tokens.ids, self.cache)))
 
-    def _choose(self, logits: Tensor) -> None:
-        noise = None if self._noise is None else self._noise.index_select(0, self._place)[0]
-        chosen = choose(logits, self._sampling, noise)
-        if self._stops is not None:
-            chosen = chosen.masked_fill(self._ended, self._pad)
-            self._ended |= (chosen[:, None] == self._stops).any(1)
-        self._ids.copy_(chosen)
-        self._block.index_copy_(0, self._place, chosen[None])
-        self._place += 1
+    def _chosen(self, logits: Tensor) -> Tensor:
+        noise = None
+        if self._noise is not None:
+            noise = self._noise.index_select(0, self._tokens.place[:1])[0]
+        return choose(logits, self._sampling, noise)
 
     def _cut(self, tokens: Tensor) -> Tensor:
         """Returns the tokens [B, n] up to the last sequence's end."""
-        if self._stops is None or not self._ended.all():
+        if self._tokens.stops is None or not self._tokens.ended.all():
             return tokens.contiguous()
-        ends = torch.isin(tokens, self._stops).int().argmax(1)  # the first of each sequence
+        ends = torch.isin(tokens, self._tokens.stops).int().argmax(1)  # the first of each sequence
         return tokens[:, : int(ends.max()) + 1].contiguous()
 
 
@@ -136,11 +134,12 @@ def generate(
     pad_token_id: int | None = None,
     lengths: Tensor | None = None,
     generator: torch.Generator | None = None,
-    implementation: str = "torch",
+    implementation: str = AUTO,
 ) -> Tensor:
     """Returns new tokens behind each prompt, int64 [B, n], n at most `max_new_tokens`.
 
     On CUDA the decoder keeps the cache and the graph for the next call with the same arguments.
+    Sampling needs memory for 16 · B · vocab float32 numbers of noise.
 
     Args:
         decoder: the decoder.
@@ -152,7 +151,7 @@ def generate(
         pad_token_id: None: the first of `eos_token_id`.
         lengths: int32 [B], the tokens of each prompt, from 1 to T; None: T.
         generator: of the random numbers, on the decoder's device; None: PyTorch's own.
-        implementation: the step's, a key of `tnp.llm.step.STEPS`.
+        implementation: the step's, a name of `tnp.llm.steps.step_of`.
 
     Raises:
         ValueError: an argument is out of its range, or a sequence would be longer than the

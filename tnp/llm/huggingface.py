@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tnp.llm.decoder import Decoder, Layer, Linear, Norm, Sizes, rotation_tables
+from tnp.llm.decoder import FLOATS, Decoder, Layer, Linear, Norm, Sizes, rotation_tables
 from tnp.llm.generate import generate
 from tnp.llm.models import Model
 from tnp.util.checks import require_count
@@ -48,6 +48,7 @@ KNOWN = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "reorder_and_upcast_attn": (False,),
     "add_cross_attention": (False,),
+    "quantization_config": (None,),
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
     "attn_logit_softcapping": (None,),
@@ -123,7 +124,7 @@ def require_readable(model: Any) -> None:
         )
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
-        if isinstance(weight, Tensor) and type(module).__name__ not in _PARTS:
+        if isinstance(weight, Tensor) and not _is_known(module):
             raise Unreadable(
                 f"the model's {name} is a {type(module).__name__}: the reader takes Hugging Face's "
                 "own layers with float weights"
@@ -133,17 +134,26 @@ def require_readable(model: Any) -> None:
         if name.endswith(".bias") and kind != "gpt2" or name == "lm_head.bias":
             raise Unreadable(f"the model has {name}: the reader knows no bias there")
     places = {(x.dtype, x.device) for x in weights.values()}
-    if len(places) > 1 or not next(iter(places))[0].is_floating_point:
+    if len(places) > 1 or next(iter(places))[0] not in FLOATS:
         found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in places))
         raise Unreadable(f"the model's weights are {found}: they must have one float dtype")
     if next(iter(places))[1].type == "meta":
         raise Unreadable("the model's weights are on no device: load them first")
 
 
-# Classes of the modules that hold weights.
-_PARTS = (
-    "Linear", "Conv1D", "Embedding", "LayerNorm", "LlamaRMSNorm", "MistralRMSNorm", "Qwen3RMSNorm",
-)  # fmt: skip
+# Classes of transformers that hold weights, besides PyTorch's own.
+_PARTS = ("Conv1D", "LlamaRMSNorm", "MistralRMSNorm", "Qwen3RMSNorm")
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Returns whether a module with a weight computes what the reader takes it for.
+
+    Adapters and quantized layers, which may have the same names, do not.
+    """
+    kind = type(module)
+    if kind.__module__.startswith("transformers."):
+        return kind.__name__ in _PARTS
+    return kind in (nn.Linear, nn.Embedding, nn.LayerNorm)
 
 
 def _read_gpt2(model: Any, longest: int) -> Decoder:

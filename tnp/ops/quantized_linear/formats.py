@@ -1,10 +1,10 @@
 """Reads quantized weights of other packages: GPTQ, AWQ, compressed-tensors. All are permutations.
 
-| format | weight | zero points | scales |
-|---|---|---|---|
-| GPTQ | int32 [n_in · bits / 32, n_out], inputs from the low bits on | int32 [groups, n_out · bits / 32] | [groups, n_out] |
-| AWQ, 4 bits | int32 [n_in, n_out / 8], outputs in places 0 2 4 6 1 3 5 7 | likewise | [groups, n_out] |
-| compressed-tensors, `pack-quantized` | int32 [n_out, n_in · bits / 32], inputs from the low bits on | int32 [n_out · bits / 32, groups] | [n_out, groups] |
+- GPTQ: a word holds inputs of one output, in order from the low bits on. Zero points lie likewise,
+  outputs in order.
+- AWQ: a word holds eight outputs of one input, in the places 0 2 4 6 1 3 5 7. Zero points too.
+- compressed-tensors, "pack-quantized": a word holds inputs of one output, in order. Zero points are
+  packed along the outputs.
 
 Sources: GPTQModel 7.7.0, compressed-tensors 0.20.0.
 """
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tnp.ops.quantized_linear.definition import GROUPS
 from tnp.ops.quantized_linear.packing import EACH, MIDDLE, pack, shifts
 from tnp.ops.quantized_linear.quantizer import QuantizedWeight
 from tnp.util.checks import require_tensors
@@ -66,7 +67,7 @@ def from_gptq(
                 "a checkpoint made with desc_act=False has them"
             )
     codes = _unpacked(qweight, bits, 0).t()
-    # A stored zero point of 15 stands for 16 in format "gptq", which the package wraps to 0.
+    # Less one, a zero point of 0 is stored as the largest code.
     zeros = (_unpacked(qzeros, bits, 1).t() + GPTQ_ADDS[checkpoint_format]) % 2**bits
     return _made(codes, bits, scales.t(), zeros)
 
@@ -163,7 +164,7 @@ def _unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def _made(codes: Tensor, bits: int, scales: Tensor, zeros: Tensor | None) -> QuantizedWeight:
-    """Returns the weight of codes [n_out, n_in]. Zero points that are all the middle are left out."""
+    """Returns the weight of codes [n_out, n_in], without zero points that are all the middle."""
     if zeros is not None and bool((zeros == MIDDLE[bits]).all()):
         zeros = None
     zeros = zeros if zeros is None else zeros.to(torch.uint8).contiguous()
@@ -190,8 +191,11 @@ def _require_scales(name: str, scales: Tensor) -> None:
 
 
 def _require_groups(name: str, n_groups: int, n_in: int) -> None:
-    if n_in % n_groups:
-        raise ValueError(f"{name} has {n_groups} groups: they must divide the {n_in} inputs")
+    if n_in % n_groups or (n_groups > 1 and n_in // n_groups not in GROUPS):
+        raise ValueError(
+            f"{name} has {n_groups} groups for {n_in} inputs: groups must have 32, 64, 128 or all "
+            "inputs"
+        )
 
 
 def _require_shape(name: str, x: Tensor, shape: tuple[int, ...]) -> None:

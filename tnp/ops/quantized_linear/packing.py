@@ -33,13 +33,13 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         bits: 4 or 8.
 
     Returns:
-        int8 [n_out, n_in] for 8 bits, int32 [n_out, n_in / 8] for 4 bits.
+        int8 [n_out, n_in] for 8 bits, int32 [n_out, n_in / 8] for 4 bits, contiguous.
 
     Raises:
         ValueError: rows of 4 bits do not fill their words.
     """
     if bits == 8:
-        return (codes.to(torch.int16) - MIDDLE[8]).to(torch.int8)
+        return (codes.to(torch.int16) - MIDDLE[8]).to(torch.int8).contiguous()
     if codes.shape[-1] % EACH:
         raise ValueError(
             f"n_in is {codes.shape[-1]}: it must be a multiple of {EACH} for codes of 4 bits"

@@ -159,6 +159,6 @@ def dequantize_weight(quantized: QuantizedWeight, dtype: torch.dtype = torch.flo
 
 
 def weight_of(weight: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Returns (code − zero) · scale in `dtype`, [n_out, n_in], for tensors of `quantized_linear`."""
+    """Returns (code − zero) · scale in `dtype`, [n_out, n_in], of tensors that a call takes."""
     values = centred(weight, zeros).flatten(1).unflatten(1, (scales.shape[1], -1)).to(dtype)
     return (values * scales.to(dtype).unsqueeze(-1)).flatten(1)

@@ -1,0 +1,55 @@
+"""Writes new heads: queries to a tensor, keys and values to their place in a cache."""
+
+import triton
+import triton.language as tl
+
+from tnp.ops._shared.primitives import cast
+
+
+@triton.jit
+def store_heads(
+    q_ptr, keys_ptr, values_ptr, table_ptr, cos_ptr, sin_ptr, lengths_ptr, one, two, low, n_out,
+    rows, in_rows, stride_cb, stride_ch, capacity, table_width, n_pages, dtype: tl.constexpr,
+    HALF: tl.constexpr, N_HEADS: tl.constexpr, N_KV_HEADS: tl.constexpr, ROTATES: tl.constexpr,
+    PAGE: tl.constexpr,
+):  # fmt: skip
+    """Rotates pairs [P, B] of q and k by their row's position, and writes q, k and v.
+
+    `one` and `two` are outputs `low` and `low` + HALF of rows `rows`, of [q, k, v]. A row's
+    position is its length less one. Nothing is written to the cache if it is not below `capacity`.
+    PAGE: keys of a page, or 0 for a contiguous cache, which has a row for each of `rows`. Nothing
+    is written to a page below 0 or from `n_pages` on. The strides are of a row or page, and of a
+    head. A key follows another without a gap.
+    """
+    D: tl.constexpr = 2 * HALF
+    place = tl.load(lengths_ptr + rows, mask=in_rows, other=0) - 1
+    inside = in_rows & (place >= 0) & (place < capacity)
+    head, i = low // D, low % D
+    if ROTATES:
+        turns = (head < N_HEADS + N_KV_HEADS)[:, None] & inside[None, :]
+        angle = place.to(tl.int64)[None, :] * HALF + i[:, None]
+        cos = tl.load(cos_ptr + angle, mask=turns, other=1.0)
+        sin = tl.load(sin_ptr + angle, mask=turns, other=0.0)
+        one, two = one * cos - two * sin, two * cos + one * sin
+    one, two = cast(one, dtype), cast(two, dtype)
+    there = (low < n_out)[:, None] & in_rows[None, :]
+    is_q = there & (head < N_HEADS)[:, None]
+    to = q_ptr + rows[None, :] * (N_HEADS * D) + low[:, None]
+    tl.store(to, one, mask=is_q)
+    tl.store(to + HALF, two, mask=is_q)
+
+    block, slot = rows, place
+    if PAGE > 0:
+        page_of = table_ptr + rows * table_width + place // PAGE
+        block, slot = tl.load(page_of, mask=inside, other=-1), place % PAGE
+        inside &= (block >= 0) & (block < n_pages)
+    of_head = (head - N_HEADS) % N_KV_HEADS
+    to = block.to(tl.int64)[None, :] * stride_cb + (slot * D)[None, :]
+    to += (of_head.to(tl.int64) * stride_ch + i)[:, None]
+    there &= inside[None, :]
+    is_k = there & ((head >= N_HEADS) & (head < N_HEADS + N_KV_HEADS))[:, None]
+    is_v = there & (head >= N_HEADS + N_KV_HEADS)[:, None]
+    tl.store(keys_ptr + to, one, mask=is_k)
+    tl.store(keys_ptr + to + HALF, two, mask=is_k)
+    tl.store(values_ptr + to, one, mask=is_v)
+    tl.store(values_ptr + to + HALF, two, mask=is_v)
