@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tnp.bench.language import Asked, Writer
+from tnp.bench.language import Asked, Step, Writer
 from tnp.bench.language_forms import GROUP
 from tnp.experiment.failures import Unsupported
 from tnp.llm.decoder import Decoder, Linear, Norm
@@ -49,9 +49,8 @@ def compiled(asked: Asked) -> Writer:
     last = torch.tensor([asked.length - 1], device=asked.device)
     first = torch.zeros(asked.batch, 1, dtype=torch.int64, device=asked.device)
 
-    @torch.no_grad()
-    def bare() -> None:
-        step(first, last)
+    def bare() -> Step:
+        return lambda: step(first, last)
 
     return Writer(write, sum(x.nbytes for x in model.weights()), bare)
 

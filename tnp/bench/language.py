@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 
 import torch
 from torch import Tensor
@@ -36,16 +36,22 @@ from tnp.bench.timing import (
     measure_interleaved,
     synchronize,
 )
+from tnp.cuda_graphs import Captures
 from tnp.experiment.failures import Unsupported, classify
 from tnp.experiment.kernel_code import launches
+from tnp.llm.cache import Cache
 from tnp.llm.generate import generate
 from tnp.llm.models import draw
 from tnp.llm.sizes import Sizes, named
+from tnp.llm.steps import step_of
+from tnp.llm.tokens import Tokens
 
 FIRST_CALLS = 3  # until everything is compiled, captured and replayed once
 N_PROMPTS = 4  # of each form, which its calls take in turn
-BARE_ROUNDS, BARE_CALLS = 10, 20
+BARE_ROUNDS, BARE_STEPS = 10, 16
 PROFILED_TOKENS = 8
+
+Step = Callable[[], object]
 
 log = logging.getLogger("tnp.bench.language")
 
@@ -58,12 +64,13 @@ class Writer:
         write: takes prompts, int64 [batch, n_prompt] on the device, and a number n of new tokens.
             Returns the new tokens, int64 [batch, n].
         weight_bytes: bytes of its weights on the device.
-        bare: one decoding step, replayed without the loop around it; None if it has none apart.
+        bare: is called before each round of a few decoding steps. Returns a function that makes one
+            of them, without the loop around it. None if the form has no such step.
     """
 
     write: Callable[[Tensor, int], Tensor]
     weight_bytes: int
-    bare: Callable[[], object] | None = None
+    bare: Callable[[], Step] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +96,11 @@ class Asked:
         return self.n_prompt + self.n_new
 
     @property
+    def bare_steps(self) -> int:
+        """Returns the bare steps of a round, for which a call's cache has room."""
+        return min(BARE_STEPS, self.n_new - 1)
+
+    @property
     def bits(self) -> tuple[int, int]:
         """Returns the bits of the layers' weights and of the head's."""
         return BITS[self.weights]
@@ -107,7 +119,7 @@ class Asked:
 
 
 def ours(asked: Asked) -> Writer:
-    """Builds this project's `generate`, whose graph is not replayed apart from its loop."""
+    """Builds this project's `generate`. Its bare step is captured anew, in a cache of its own."""
     decoder, implementation = asked.decoder, FORMS["ours"].implementation
     if asked.bits != BITS["bf16"]:
         layers, head = asked.bits
@@ -116,7 +128,26 @@ def ours(asked: Asked) -> Writer:
     def write(ids: Tensor, n_new: int) -> Tensor:
         return generate(decoder, ids, max_new_tokens=n_new, implementation=implementation)
 
-    return Writer(write, decoder.nbytes)
+    @cache
+    def stepping() -> tuple[Tokens, Cache, Step]:
+        tokens = Tokens(asked.batch, asked.bare_steps, (), 0, asked.device)
+        memory = Cache(decoder, asked.batch, asked.length)
+        memory.is_empty = False
+        step = partial(step_of(decoder, implementation).follow, tokens, memory)
+        step()  # compiles
+        if asked.device.type == "cuda":
+            tokens.begin_block()
+            step, _ = Captures(asked.device).capture(step)
+        return tokens, memory, step
+
+    @torch.no_grad()
+    def bare() -> Step:
+        tokens, memory, step = stepping()
+        tokens.begin_block()
+        memory.lengths.fill_(asked.n_prompt)
+        return step
+
+    return Writer(write, decoder.nbytes, bare)
 
 
 def vllm(asked: Asked) -> Writer:
@@ -250,8 +281,13 @@ def _timed(
         row |= summarize(short.samples_ms, "prompt_ms")
         row |= summarize(_token_ms(long, short, asked.n_new), "token_ms")
         row["tokens_per_s"] = 1e3 * asked.batch / row["token_ms_p50"]
-        row["bare_ms"] = writer.bare and _bare_ms(writer.bare, asked.device)
-        row["n_kernels"] = _n_kernels(writer, asked)
+        # What is counted besides must not lose what has been timed.
+        for column, found in (("bare_ms", _bare_ms), ("n_kernels", _n_kernels)):
+            try:
+                row[column] = found(writer, asked)
+            except Exception as error:
+                log.warning("%s has no %s", name, column, exc_info=error)
+                row[column] = None
         samples += sample_rows(row, f"generation {name}", long, conditions)
         samples += sample_rows(row, f"prompt {name}", short, conditions)
     return samples
@@ -274,17 +310,21 @@ def _token_ms(long: Measurement, short: Measurement, n_new: int) -> list[float]:
     return [(whole - one) / (n_new - 1) for whole, one in pairs]
 
 
-def _bare_ms(bare: Callable[[], object], device: torch.device) -> float:
-    """Returns the milliseconds of one of several replays back to back, the median of rounds."""
+@torch.no_grad()
+def _bare_ms(writer: Writer, asked: Asked) -> float | None:
+    """Returns the milliseconds of one of several steps back to back, the median of rounds."""
+    if writer.bare is None:
+        return None
     spans = []
     for _ in range(BARE_ROUNDS):
-        synchronize(device)
-        start = mark(device)
-        for _ in range(BARE_CALLS):
-            bare()
-        spans.append((start, mark(device)))
-    synchronize(device)
-    return statistics.median(elapsed_ms(*span) for span in spans) / BARE_CALLS
+        step = writer.bare()
+        synchronize(asked.device)
+        start = mark(asked.device)
+        for _ in range(asked.bare_steps):
+            step()
+        spans.append((start, mark(asked.device)))
+    synchronize(asked.device)
+    return statistics.median(elapsed_ms(*span) for span in spans) / asked.bare_steps
 
 
 def _n_kernels(writer: Writer, asked: Asked) -> int | None:
