@@ -40,6 +40,7 @@ from tnp.cuda_graphs import Captures
 from tnp.experiment.failures import Unsupported, classify
 from tnp.experiment.kernel_code import launches
 from tnp.llm.cache import Cache
+from tnp.llm.decoder import Decoder
 from tnp.llm.generate import generate
 from tnp.llm.models import draw
 from tnp.llm.sizes import Sizes, named
@@ -106,7 +107,7 @@ class Asked:
         return BITS[self.weights]
 
     @cached_property
-    def decoder(self):
+    def decoder(self) -> Decoder:
         """Returns the decoder in `dtype`, which is not quantized."""
         on = {"dtype": getattr(torch, self.dtype), "device": self.device}
         return draw(self.model, longest=self.length, **on)
@@ -211,6 +212,8 @@ def measure_language(
             log.warning("%s", name, exc_info=error)
             row["status"], row["reason"] = classify(error)
         gc.collect()  # an exception held the tensors of a form that failed
+        if asked.device.type == "cuda":
+            torch.cuda.empty_cache()  # graphs' pools cannot use what other calls left
         row |= {"kernels_hash": code.kernels_hash, "bytes": _counted_bytes(asked)}
         row["packages"] = json.dumps(code.packages, sort_keys=True)
         rows.append(row)
