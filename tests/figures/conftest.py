@@ -359,6 +359,31 @@ def profile_rows(
     return {"profiled_passes": rows}
 
 
+def language_rows(
+    rates: dict[str, float | str], device: str = GPU, counts: bool | None = True, **columns: object
+) -> dict[str, list[Row]]:
+    """Forms of Llama 3.2 1B from {form: tokens/s or status}, where the limit is 2,000 tokens/s."""
+    key = {"device": device, "model": "llama3_1b", "weights": "bf16", "batch": 1, "n_prompt": 32}
+    key |= {"limit_tokens_per_s": 2000.0} | columns
+    roles = {"hf": "baseline", "ours": "own"}
+    rows = []
+    for form, rate in rates.items():
+        row = key | {"form": form, "role": roles.get(form, "peer"), "status": "ok", "valid": counts}
+        if isinstance(rate, str):
+            row |= {"status": rate, "reason": f"because {rate}", "valid": None}
+        else:
+            row |= {"tokens_per_s": rate, "share_of_limit": rate / 2000}
+            if form != "ours" and isinstance(rates.get("ours"), float):
+                row |= {"own_speedup": rates["ours"] / rate}
+                row |= {"own_verdict": "faster" if counts else None}
+        rows.append(row)
+    published = {"system": "megakernel", "hardware": "H100", "tokens_per_s": 1057.0}
+    published |= {"basis": "counted", "source": "a paper", "published": "2025-05-27"}
+    other = {"model": "llama3_1b", "weights": "bf16", "n_prompt": 32}
+    literature = [published | other | {"batch": batch} for batch in (1, 64)]
+    return {"language_models": rows, "literature": literature}
+
+
 def merged(*parts: dict[str, list[Row]]) -> dict[str, list[Row]]:
     tables: dict[str, list[Row]] = {}
     for part in parts:

@@ -56,6 +56,7 @@ def everything(device: str, variants: list[str]) -> dict:
         sample.operator_rows({("llama3_8b/train", "forward"): (9.0, "faster")}, device),
         sample.profile_rows({"torch": 70.0, "triton": 90.0}, device),
         sample.host_rows({("torch", "forward"): 9.0, ("triton", "chain"): 12.0}, device),
+        sample.language_rows({"hf": 100.0, "vllm": "unsupported", "ours": 900.0}, device),
         sample.step_host_rows({(name, False): (9.0, 12.0) for name in variants}, device),
     )
 
@@ -67,6 +68,7 @@ def failed(device: str) -> dict:
         sample.roofline_rows({("separate", "mid"): "timeout"}, device),
         sample.ablation_rows({("mlp", "mid"): "oom"}, device),
         sample.profile_rows({"torch": "unsupported"}, device),
+        sample.language_rows({"hf": "oom"}, device, batch=8),
     )
 
 
@@ -113,7 +115,15 @@ def texts_of(specification: dict) -> str:
 # alone, texts about the machine are one function, and only figures of steps draw many variants.
 ROWS = {
     MANY: FIGURES,
-    "all failed": ("speedup", "matrix", "memory", "roofline", "ablation", "profiles"),
+    "all failed": (
+        "speedup",
+        "matrix",
+        "memory",
+        "roofline",
+        "ablation",
+        "profiles",
+        "language_models",
+    ),
     "cpu, one variant": ("speedup", "stages", "training"),
     "no environment": ("operators",),
     "fourteen variants": ("matrix", "memory", "host"),

@@ -64,6 +64,10 @@ def measured() -> dict[str, list[Row]]:
     counted = call | {"shape": "tiny", "sections": "quick", "launch": 0, "kernel": "k"}
     counted |= {"duration_us": 3.0, "implementation": "triton", "run_id": "p"}
     tables["profiles"].append(counted)
+    asked = OK | {"model": "llama3_1b", "weights": "bf16", "batch": 1, "n_prompt": 32, "n_new": 8}
+    text = {"form": "hf", "role": "baseline", "run_id": "t", "config_id": "t", "bytes": 2e9}
+    text |= {"token_ms_p50": 2.0, "token_ms_mean": 2.0, "tokens_per_s": 500.0, "gates": ""}
+    tables["generations"].append(asked | text)
     for variant, time in (("sdpa_flash", 9), ("only_mlp", 8), ("without_mlp", 6), ("fused", 4)):
         step = tables["steps"][0] | {"variant": variant, "study": "ablation", "step_ms_p50": time}
         step |= {"shape": "small", "n_context": 64, "config_id": f"ablation--small--{variant}"}

@@ -63,6 +63,11 @@ VIEWS = {
     " occupancy_percent double, registers integer, shared_bytes integer, stall_1 text,"
     " stall_1_percent double, stall_2 text, stall_2_percent double, stall_3 text,"
     " stall_3_percent double",
+    "language_models": "device text, model text, weights text, batch integer, n_prompt integer,"
+    f" form text, role text, {OUTCOME}, valid boolean, why_not text, tokens_per_s double,"
+    " limit_tokens_per_s double, share_of_limit double, own_speedup double, own_verdict text",
+    "literature": "system text, model text, weights text, batch integer, n_prompt integer,"
+    " hardware text, tokens_per_s double, basis text, source text, published text",
     "implementations": "op text, implementation text, provider text, rank integer",
     "equal_things": "device text, kind text, part text, shape text, name text,"
     " n_pairs bigint, ratio double, low double, high double, verdict text, contains_1 boolean",

@@ -247,6 +247,17 @@ def test_predictions_are_a_job_for_each_shape_and_variant():
     assert gates(joint) - gates(job) == {"buffer"} and "buffer" not in job["model"]
 
 
+def test_language_models_are_a_job_for_each_format_with_the_forms_that_have_it():
+    jobs, section = GPU.jobs["generation"], CONFIG["language_models"]
+    assert len(jobs) == (3 + 9 + 1 + 2) * len(section["weights"])
+    job = jobs["language_models--llama3_1b--b8_p1024_bf16"]
+    assert job["forms"] == section["forms"] and job["dtype"] == "bfloat16"
+    assert (job["batch"], job["n_prompt"], job["n_new"]) == (8, 1024, 128)
+    assert job["timing"]["long_samples"] >= 5 and "latency" not in job["timing"]
+    coded = jobs["language_models--llama3_1b--b8_p1024_int4"]["forms"]
+    assert coded == [form for form in section["forms"] if not form.startswith("hf")]
+
+
 def test_profiles_are_a_job_for_each_implementation_of_each_problem():
     jobs = GPU.jobs["profile"]
     job = jobs["profiles--attention--mid--fused"]

@@ -292,3 +292,20 @@ def test_a_profile_depends_on_the_launch_and_on_the_kernels_that_it_runs():
     assert any(name.startswith("tnp.ops.rms_norm.triton_rms_norm:") for name in ours)
     theirs = of_job("profile", jobs["profiles--rms_norm--llama3_8b-train--torch"])
     assert not any(name.startswith("tnp.ops.rms_norm.triton_rms_norm:") for name in theirs)
+
+
+def test_a_form_of_a_language_model_has_no_code_of_the_others():
+    study = kinds()["generation"]
+    job = study.completed(JOBS["generation"]["language_models--gpt2--b1_p512_bf16"])
+    found = job["definitions"]
+    assert list(found) == job["forms"]
+    everywhere = set.intersection(*map(set, found.values()))
+    assert {"tnp.bench.language:measure_language", "tnp.llm.decoder:Decoder"} <= everywhere
+    of_one = {
+        "hf_static": "tnp.bench.language_hf:static",
+        "compiled_decoder": "tnp.bench.compiled_decoder:compiled",
+        "ours": "tnp.bench.language:ours",
+    }
+    for name, definition in of_one.items():
+        assert [form for form in found if definition in found[form]] == [name]
+    assert study.code(job).keys() == set().union(*found.values())

@@ -36,6 +36,11 @@ ablation:
     shapes: { tiny: { cuda_graph: false } } }
 predictions: { priority: 1, shapes: [tiny], variants: [sdpa_flash] }
 joint: { priority: 1, shapes: [tiny], variants: [sdpa_flash], buffer: 4 }
+language_models:
+  priority: 1
+  runs: { small: { model: small_llama, batch: [1], prompt: [8], new: 4 } }
+  weights: [bf16]
+  forms: [hf]
 noise: { priority: 1, copies: 2, ops: { mlp: { shapes: [tiny], implementations: [torch] } } }
 host:
   priority: 1

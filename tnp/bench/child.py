@@ -37,6 +37,10 @@ def main(kind: str, parent: str, report: str) -> None:
             from tnp.bench.predictions import measure_predictions
 
             note(tables=measure_predictions(parameters, started))
+        elif kind == "generation":
+            from tnp.bench.language import measure_language
+
+            note(tables=measure_language(parameters, started, lambda doing: note(doing=doing)))
         elif kind == "host":
             from tnp.bench.host import measure_host
 

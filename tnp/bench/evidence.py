@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
+from tnp.bench.language_forms import FORMS
 from tnp.bench.policy import policy_of, question
 from tnp.dispatch.registry import catalog, is_automatic, version
 from tnp.dispatch.spec import OWN
@@ -16,6 +17,7 @@ from tnp.model.variants import Variant
 
 # The numbers of predictions and steps depend on these parameters, and on code.
 PREDICTION_SPEC = ("model", "batch", "n_context", "n_target", "dtype", "variant_spec")
+GENERATION_SPEC = ("model", "form", "weights", "batch", "n_prompt", "n_new", "dtype")
 STEP_SPEC = (*PREDICTION_SPEC, "checkpoint", "cuda_graph", "optimizer")
 
 
@@ -39,6 +41,17 @@ def of_prediction(parameters: dict) -> dict[str, str | None]:
     return _known(parameters, parameters.get("definitions")) | {
         "spec_hash": _hash({name: parameters[name] for name in PREDICTION_SPEC}),
         "role": variant.role(),
+    }
+
+
+def of_generation(parameters: dict) -> dict[str, str | None]:
+    """Returns the evidence of `parameters["form"]` of a language model, known before it runs."""
+    form = FORMS[parameters["form"]]
+    return _known(parameters, parameters.get("definitions", {}).get(form.name)) | {
+        "spec_hash": _hash({name: parameters[name] for name in GENERATION_SPEC}),
+        "role": form.role,
+        "operators": json.dumps(form.operators),
+        "gates": "|".join(form.gates(parameters["model"])),
     }
 
 

@@ -19,7 +19,8 @@ def run_isolated(kind: str, parameters: dict, timeout_s: float) -> Rows:
 
     Args:
         kind: "step" (`tnp.bench.steps.measure_step`), "op" (`tnp.bench.measure.measure_op`),
-            "prediction" (`tnp.bench.predictions.measure_predictions`), "profile"
+            "prediction" (`tnp.bench.predictions.measure_predictions`), "generation"
+            (`tnp.bench.language.measure_language`), "profile"
             (`tnp.bench.profiles.measure_profiles`), "host" (`tnp.bench.host.measure_host`) or
             "host_step" (`tnp.bench.host_steps.measure_host_steps`).
         parameters: the configuration, as JSON can hold it.

@@ -8,6 +8,7 @@ from tnp.dispatch.spec import Problem
 from tnp.experiment.failures import one_line
 from tnp.store.schemas import (
     CONTRACT,
+    GENERATION_KEY,
     HOST_STEP_KEY,
     OP_KEY,
     OP_SIZES,
@@ -104,6 +105,14 @@ def of_form(parameters: dict, form: str) -> dict[str, object]:
     return known | evidence.of_prediction(parameters)
 
 
+def of_generation(parameters: dict, form: str) -> dict[str, object]:
+    """Returns the columns of a row of `generations` that are known before measuring."""
+    about = parameters | {"form": form}
+    about["config_id"] += f"{SEPARATOR}{form}"
+    known = {name: about[name] for name, _ in GENERATION_KEY}
+    return known | evidence.of_generation(about)
+
+
 def of_profile(parameters: dict, pass_: str) -> dict[str, object]:
     """Returns the columns of a row of profiles that are known before profiling."""
     whole = catalog().operator(parameters["op"]).backward_with_forward and pass_ == "backward"
@@ -132,8 +141,9 @@ def implementation_of(contender: str) -> str:
 def failure_rows(kind: str, parameters: dict, status: str, reason: str) -> Rows:
     """Returns rows that say why nothing was measured.
 
-    A step has one row, an operator one for each implementation and pass. Predictions and the host's
-    steps have one for each form, the host's calls one for each implementation.
+    A step has one row, an operator one for each implementation and pass. Predictions, language
+    models and the host's steps have one for each form, the host's calls one for each
+    implementation.
     """
     outcome = {"status": status, "reason": one_line(reason)}
     if kind == "step":
@@ -141,6 +151,9 @@ def failure_rows(kind: str, parameters: dict, status: str, reason: str) -> Rows:
     if kind == "prediction":
         forms = JOINT_FORMS if parameters["study"] == JOINT else FORMS
         return {"predictions": [of_form(parameters, form) | outcome for form in forms]}
+    if kind == "generation":
+        rows = [of_generation(parameters, form) | outcome for form in parameters["forms"]]
+        return {"generations": rows}
     if kind == "profile":
         rows = [of_profile(parameters, pass_) | outcome for pass_ in passes(parameters)]
         return {"profiles": rows}

@@ -2,7 +2,7 @@
 
 # Question → figures, which are modules of `tnp.figures`.
 STORY = {
-    "Is it faster?": ("speedup", "matrix"),
+    "Is it faster?": ("speedup", "matrix", "language_models"),
     "What does it cost in memory?": ("memory",),
     "Is it right?": ("training",),
     "What does each part give?": ("ablation", "operators", "stages"),

@@ -75,6 +75,16 @@ WORDS = {
     "mixture_nll": "mixture loss",
     "projection": "projections",
     "skip_unread": "leaving out what is not read",
+    # Language models, and forms of them.
+    "gpt2": "GPT-2 124M",
+    "llama3_1b": "Llama 3.2 1B",
+    "llama3_8b": "Llama 3 8B",
+    "qwen3_0_6b": "Qwen3 0.6B",
+    "hf": "Hugging Face",
+    "hf_static": "Hugging Face, compiled",
+    "hf_autotuned": "Hugging Face, autotuned",
+    "compiled_decoder": "compiled plain decoder",
+    "vllm": "vLLM",
     # Stages of a training step.
     "embed": "embedding",
 }
@@ -95,6 +105,8 @@ NAMED = {
     "pytorch_variant",
     "best_peer_implementation",
     "stage",
+    "model",
+    "form",
 }
 
 # Sizes of an operator's problem.

@@ -15,63 +15,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from tnp.llm.sizes import Sizes
 from tnp.ops.quantized_linear.quantizer import QuantizedWeight, quantize_weight
 from tnp.util import tensor_archive
-from tnp.util.checks import require_count, visible_device
+from tnp.util.checks import visible_device
 
 T = TypeVar("T")
 
 FILE = "decoder.pt"
 KEYS = frozenset({"sizes", "weights"})
 REMEDY = "name a folder that Decoder.save has written"
-KINDS = ("gpt2", "llama", "qwen3")
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Holds what a decoder's weights do not show by themselves.
-
-    `kind` is "gpt2" (LayerNorm, learned positions, GELU in its tanh form, biases), "llama"
-    (RMSNorm, rotation, SwiGLU) or "qwen3" (as Llama, with RMSNorm of each head's q and k).
-    `longest` is the most tokens of a sequence. `tied`: the head is the embedding's matrix.
-    """
-
-    kind: str
-    vocab: int
-    width: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    d_ff: int
-    eps: float
-    longest: int
-    tied: bool
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"kind is {self.kind!r}: choose from {', '.join(KINDS)}")
-        for field in fields(self):
-            if field.name not in ("kind", "eps", "tied"):
-                require_count(field.name, getattr(self, field.name), 1)
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(
-                f"n_kv_heads is {self.n_kv_heads} and n_heads {self.n_heads}: the first must "
-                "divide the second"
-            )
-        if self.rotates and self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}: it must be even, for a rotation")
-
-    @property
-    def gated(self) -> bool:
-        """Returns whether the feed-forward layers are SwiGLU."""
-        return self.kind != "gpt2"
-
-    @property
-    def rotates(self) -> bool:
-        """Returns whether positions rotate q and k. Otherwise they are learned vectors."""
-        return self.kind != "gpt2"
 
 
 @dataclass(frozen=True, eq=False)

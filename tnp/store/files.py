@@ -14,6 +14,7 @@ from stat import S_ISREG
 import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.csv as csv
 import pyarrow.parquet as pq
 
 from tnp.dispatch.registry import catalog
@@ -23,6 +24,9 @@ from tnp.store.schemas import SCHEMA_VERSION, TABLES
 from tnp.store.views import create_views
 from tnp.util.atomic_files import StoreError, cannot_write, first_line, parquet_files, replacing
 from tnp.util.cli import Parser
+
+# Published figures, whose columns `schemas.LITERATURE` declares.
+LITERATURE = Path(__file__).parents[2] / "data/literature/decoding.csv"
 
 VERSION_KEY = b"tnp_schema_version"
 # Repeated strings are read as dictionaries, which is faster.
@@ -251,7 +255,8 @@ def _inputs(files: Iterable[Path], sql_dir: Path) -> str:
     manifests = {path.absolute().parents[2] / manifest.NAME for path in rows}
     modules = (schemas, store_views, code_sets, manifest)
     code = [Path(__file__), *(Path(module.__file__) for module in modules)]
-    digest = hashlib.sha256(f"{duckdb.__version__} {_implementations().to_pylist()}".encode())
+    known = f"{duckdb.__version__} {_implementations().to_pylist()} {_literature().to_pylist()}"
+    digest = hashlib.sha256(known.encode())
     for path in [*rows, *filter(Path.exists, sorted(manifests)), *_views(sql_dir), *code]:
         digest.update(f"{path} {hashlib.sha256(_bytes(path)).hexdigest()}\n".encode())
     return digest.hexdigest()
@@ -356,7 +361,7 @@ def _fill(database: Path, tables: dict[str, pa.Table], views: list[Path], inputs
 
 
 def _load(connection: duckdb.DuckDBPyConnection, tables: Mapping[str, pa.Table]) -> None:
-    """Creates each of `tables`, with equal rows once, and the table of implementations.
+    """Creates `tables`, with equal rows once, and the tables of implementations and literature.
 
     `tables` have columns `origin` and `file`. A table that exists is replaced.
     """
@@ -372,6 +377,9 @@ def _load(connection: duckdb.DuckDBPyConnection, tables: Mapping[str, pa.Table])
         "create or replace table implementations as select * from known order by all"
     )
     connection.unregister("known")
+    connection.register("published", _literature())
+    connection.execute("create or replace table literature as select * from published order by all")
+    connection.unregister("published")
 
 
 def _implementations() -> pa.Table:
@@ -390,6 +398,15 @@ def _implementations() -> pa.Table:
         for name in catalog().names(op)
     ]
     return pa.Table.from_pylist(rows)
+
+
+def _literature() -> pa.Table:
+    """Returns the rows of `LITERATURE`. An installed package has none: it comes without data/."""
+    if not LITERATURE.exists():
+        return schemas.LITERATURE.empty_table()
+    types = {field.name: field.type for field in schemas.LITERATURE}
+    options = csv.ConvertOptions(column_types=types, strings_can_be_null=True)
+    return csv.read_csv(LITERATURE, convert_options=options).cast(schemas.LITERATURE)
 
 
 def _contents(connection: duckdb.DuckDBPyConnection) -> str:

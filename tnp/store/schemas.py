@@ -74,6 +74,21 @@ PREDICTION_KEY = [
     ("replicate", pa.int32()),
 ]
 
+# A language model that reads prompts and writes new tokens: `tnp/bench/language.py`.
+GENERATION_KEY = [
+    ("config_id", pa.string()),  # names the form, not the replicate
+    ("study", pa.string()),
+    ("shape", pa.string()),  # the run's name in config.yaml
+    ("model", pa.string()),
+    ("form", pa.string()),  # a key of `tnp.bench.language_forms.FORMS`
+    ("weights", pa.string()),  # "bf16" | "int8" | "int4": of linear layers
+    ("batch", pa.int32()),
+    ("n_prompt", pa.int32()),  # tokens of each prompt
+    ("n_new", pa.int32()),  # tokens that a call writes for each prompt
+    ("dtype", pa.string()),  # of activations and the cache
+    ("replicate", pa.int32()),
+]
+
 PROFILE_KEY = [
     ("config_id", pa.string()),
     ("op", pa.string()),
@@ -110,7 +125,8 @@ OP_KEY = [
     ("replicate", pa.int32()),
 ]
 
-# The variant of a step; null in rows from before there were several operators.
+# The variant of a step, or a language model's form; null in rows from before there were several
+# operators.
 VARIANT = [
     ("operators", pa.string()),  # JSON: operator → implementation
     ("gates", pa.string()),  # gates that the step waits for, joined by "|"
@@ -265,10 +281,29 @@ TABLES: dict[str, pa.Schema] = {
             *RUN,
             *EVIDENCE,
         ],
+        "generations": [  # calls that write new tokens after random prompts
+            *GENERATION_KEY,
+            *OUTCOME,
+            *_statistics("prompt_ms"),  # a call that writes one token
+            # The longer call of a round, less the one of one token, over the tokens between.
+            *_statistics("token_ms"),
+            ("tokens_per_s", pa.float64()),  # of all sequences, at the median of token_ms
+            ("bare_ms", pa.float64()),  # a step without the loop around it; null if none is apart
+            ("n_kernels", pa.int32()),  # kernels and copies of one token; null on a CPU
+            ("bytes", pa.float64()),  # counted: weights and cache that a step must read
+            ("peak_memory_bytes", pa.int64()),  # weights, and what a call adds; null on a CPU
+            ("packages", pa.string()),  # JSON: name → version
+            *CONDITIONS,
+            *VARIANT,
+            *RUN,
+            *EVIDENCE,
+        ],
         "samples": [
             ("config_id", pa.string()),
             ("replicate", pa.int32()),
-            ("pass", pa.string()),  # "step" | "forward" | "backward" | "prediction"
+            # "step" | "forward" | "backward" | "prediction"; of a language model
+            # "generation FORM" | "prompt FORM"
+            ("pass", pa.string()),
             ("sample", pa.int32()),
             ("time_ms", pa.float64()),
             *RUN,
@@ -432,6 +467,23 @@ TABLES: dict[str, pa.Schema] = {
         ]
     )
 }
+
+# Rows of data/literature: how fast others say that language models decode.
+LITERATURE = pa.schema(
+    [
+        ("system", pa.string()),
+        ("model", pa.string()),
+        ("weights", pa.string()),  # null where the source does not say it
+        ("batch", pa.int32()),
+        ("n_prompt", pa.int32()),
+        ("n_new", pa.int32()),
+        ("hardware", pa.string()),
+        ("tokens_per_s", pa.float64()),  # of all sequences
+        ("basis", pa.string()),  # "stated", or "counted" from another figure of the source
+        ("source", pa.string()),
+        ("published", pa.string()),  # a date, as exact as it is known
+    ]
+)
 
 
 def check_fits(table: str, values: Mapping[str, object]) -> None:

@@ -1,11 +1,12 @@
--- Grain: device × run × config_id × pass: every measurement of a step, a prediction or an operator,
--- failed ones included, with its comparison key and its code version.
+-- Grain: device × run × config_id × pass: every measurement of a step, a prediction, a language
+-- model or an operator, failed ones included, with its comparison key and its code version.
 --
 -- Rows share a comparison key where device, variant or implementation, sizes, dtype and switches
 -- are equal. An operator's latency has another key than its throughput. Rows share a code version
 -- where they also agree in the hashes of the specification, the launched kernels and the timing
--- policy, and in the chosen kernels and configurations, from whatever source. For predictions and
--- steps without a CUDA graph the source files take part too, because their host code takes time.
+-- policy, and in the chosen kernels and configurations, from whatever source. For predictions,
+-- language models and steps without a CUDA graph the source files take part too, because their host
+-- code takes time.
 -- They take part for an operator of ours as well, because its host code decides how operands are
 -- padded. A failed row without a known launch joins the newest version with which it agrees
 -- otherwise.
@@ -25,6 +26,8 @@ with measured as (
         from stg_steps
         union all by name
         from stg_predictions
+        union all by name
+        from stg_generations
         union all by name
         from stg_ops
     ) as of_all_kinds

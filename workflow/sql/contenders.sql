@@ -4,14 +4,14 @@
 -- Invalid runs are left out where there are valid runs. Without these `is_comparable` is false: no
 -- view compares such a version, and it is nobody's predecessor. A step's model is known by its
 -- operations (`flops`). `in_speed_figures` is true where the figures of speed show the contender.
--- It is false for the ablation's steps, forward and backward alone, `auto`, the ceilings and
--- latencies.
+-- It is false for the ablation's steps, forward and backward alone, `auto`, the ceilings,
+-- latencies and language models.
 create or replace view contenders as
 with used as (
     select
         *,
         case
-            when kind = 'operator' then null
+            when kind != 'step' then null
             when starts_with(variant, 'only_') then 'only'
             when starts_with(variant, 'without_') then 'without'
             when study = 'ablation' then 'whole'
@@ -19,6 +19,7 @@ with used as (
         -- DuckDB's command line 1.5 does not know `if` in a view that DuckDB 2.0 stored.
         case
             when kind = 'step' then optimizer and study != 'ablation'
+            when kind = 'generation' then false
             else
                 implementation != 'auto'
                 and not is_ceiling(op)

@@ -10,9 +10,9 @@
 -- 2 %, 1 % is the difference that matters, and two GPUs of one model differ by as much. `ablation`
 -- compares steps with and without one component, beside the code version of the whole variant that
 -- was timed beside the step. `fused_backward` compares our step with attention's backward pass in
--- one launch with our step that has it in two passes. `noise` compares equal things. `regressions`
--- compares successive code versions by their ratios to a third contender that did not change, the
--- control.
+-- one launch with our step that has it in two passes. `language_models` compares ours with each
+-- other form that took turns with it. `noise` compares equal things. `regressions` compares
+-- successive code versions by their ratios to a third contender that did not change, the control.
 --
 -- Something compared with itself has no error. Steps that share no session have no error either:
 -- their medians are compared, in the ablation only where evidence is missing.
@@ -128,6 +128,15 @@ fused_backwards as (
     where for_fused_backward and is_paired
 ),
 
+language_forms as (
+    select
+        estimates.*,
+        'language_models' as figure
+    from estimates
+    inner join contenders on estimates.own = contenders.code_version
+    where estimates.kind = 'generation' and contenders.role = 'own' and contenders.is_current
+),
+
 equals as (
     select
         *,
@@ -182,6 +191,8 @@ tested as (
         from ablations
         union all by name
         from fused_backwards
+        union all by name
+        from language_forms
         union all by name
         from equals
         union all by name

@@ -33,6 +33,8 @@ with measured as (
         union all by name
         from stg_predictions
         union all by name
+        from stg_generations
+        union all by name
         from stg_ops
     ) as measurements
     inner join stg_code_sets as code_sets

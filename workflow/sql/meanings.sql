@@ -38,6 +38,7 @@ from (
     ('baseline_step_ms', 'median ms of the plain step that speedup is against'),
     ('baseline_time_ms', 'median ms of the plain form that speedup is against'),
     ('baseline_variant', 'variant of the baseline run'),
+    ('basis', 'stated by the source, or counted from what it states'),
     ('batch', 'number of tasks or sequences'),
     ('best_implementation', 'fastest implementation that auto could choose'),
     ('best_peer_implementation', 'fastest implementation that is not ours'),
@@ -125,7 +126,7 @@ from (
     ('for_fused_backward', 'view fused_backward compares the two'),
     ('for_speedup', 'figures of speed compare the two'),
     ('forced', 'JSON: kernel and configuration that a tuning trial forced'),
-    ('form', 'way to predict, or to draw joint samples'),
+    ('form', 'way to predict, to draw joint samples, or to run a language model'),
     ('forward_ms', 'median ms of the forward pass'),
     ('full_ms', 'median ms of the variant with all components'),
     ('full_variant', 'variant with all components'),
@@ -136,10 +137,16 @@ from (
     ('gated', 'the gates passed on the very code that was timed; null: no evidence was kept'),
     ('gates', 'gates that the measurement waits for, joined by a bar'),
     ('gb_per_s', 'GB/s at the median'),
+    ('generations.bare_ms', 'ms of a step without the loop around it'),
+    ('generations.bytes', 'counted bytes of weights and cache that a step must read'),
+    ('generations.n_kernels', 'kernels and copies of one token'),
+    ('generations.peak_memory_bytes', 'weights, and the peak of what a call adds to them'),
+    ('generations.tokens_per_s', 'new tokens of all sequences a second'),
     ('git_commit', 'commit of the code'),
     ('git_dirty', 'the code differed from the commit'),
     ('gpu', 'UUID of the GPU, or the device where it is unknown'),
     ('gpu_uuid', 'UUID of the GPU'),
+    ('hardware', 'GPU that a published figure is of'),
     ('has_evidence', 'the rows compared are valid, not merely without evidence'),
     ('hash', 'hash of the code, or a package''s version'),
     ('head_dim', 'width of a head'),
@@ -173,9 +180,14 @@ from (
     ('kept_speedup', 'times as fast as encoding anew'),
     ('kernel', 'name of the kernel'),
     ('kernels_hash', 'hash of all kernels and packages that ran'),
-    ('kind', 'step, prediction or operator'),
+    ('kind', 'step, prediction, language model or operator'),
     ('l2_hit_percent', 'share of sectors found in the L2 cache'),
     ('l2_percent', 'use of the L2 cache, in percent of its peak'),
+    ('language_models.bare_ms', 'ms of a step without the loop around it'),
+    ('language_models.bytes', 'counted bytes of weights and cache that a step must read'),
+    ('language_models.n_kernels', 'kernels and copies of one token'),
+    ('language_models.peak_memory_bytes', 'weights, and the peak of what a call adds to them'),
+    ('language_models.tokens_per_s', 'new tokens of all sequences a second'),
     ('last_day', 'last day of measurement, in UTC'),
     ('last_in_16_bits', 'how many of the last steps of a run in 8 bits were in 16'),
     ('last_started_at', 'when the last run of the code version started'),
@@ -185,6 +197,9 @@ from (
     ('leads', 'the one step of ours to name in a number format: among the fastest, the surest'),
     ('learning_rate', 'learning rate of the step'),
     ('less_accurate', 'gate batch_noise is red for one of its operators'),
+    ('limit_tokens_per_s', 'new tokens a second if reading the counted bytes were all the work'),
+    ('literature.source', 'who published it, and what it was counted from'),
+    ('literature.tokens_per_s', 'new tokens of all sequences a second'),
     ('log_error', 'standard error of log_ratio'),
     ('log_ms', 'natural logarithm of the median ms'),
     ('log_ratio', 'natural logarithm of the ratio'),
@@ -213,6 +228,7 @@ from (
     ('metric', 'how a check measures: max_abs_error, cosine, ...'),
     ('mfu', 'tflops over the device''s measured matmul ceiling'),
     ('mode', 'gpu, interpreter or cpu: where the gate ran'),
+    ('model', 'language model'),
     ('n_called', 'comparisons that were called faster or slower'),
     ('n_checks', 'checks of the gate'),
     ('n_comparisons', 'comparisons of equal things'),
@@ -227,8 +243,10 @@ from (
     ('n_kernels', 'kernels and copies'),
     ('n_launches', 'launches that a sample, or a percentile, is over'),
     ('n_more_runs', 'further pairs of runs that would decide; null where 100 would not'),
+    ('n_new', 'tokens that a call writes for each sequence'),
     ('n_pairs', 'pairs of runs behind the ratio'),
     ('n_pairs_best', 'pairs of runs behind speedup_best'),
+    ('n_prompt', 'tokens of a prompt'),
     ('n_q', 'queries of a sequence'),
     ('n_ratios', 'ratios of several sessions'),
     ('n_rows', 'training steps that are compared'),
@@ -261,6 +279,8 @@ from (
     ('over_pytorch', 'host time over that of PyTorch''s fastest form without a graph'),
     ('own', 'this project''s; in comparisons: the code version that the ratio is about'),
     ('own_has_evidence', 'own has evidence'),
+    ('own_speedup', 'how many times as fast this project''s form is'),
+    ('own_verdict', 'verdict on own_speedup'),
     ('p', 'probability of so large a ratio if the true one were 1 % from 1'),
     ('p50_ms', 'median ms of single launches'),
     ('p95_ms', 'ms that 95 of 100 launches stay below'),
@@ -292,6 +312,7 @@ from (
     ('products', 'format of a control''s emulated products; "" where nothing is emulated'),
     ('products_in', 'number format of its products, in words'),
     ('provider', 'own, torch, or the package of the implementation'),
+    ('published', 'date of a publication, as exact as it is known'),
     ('python', 'version of Python'),
     ('pytorch_variant', 'PyTorch''s form with the fastest loop without a graph'),
     ('q', 'probability of so large a ratio by chance, corrected for all that the figure shows'),
@@ -329,6 +350,7 @@ from (
     ('share_containing', 'share of intervals that contain 1'),
     ('share_high', 'share_of_roofline of the shortest run'),
     ('share_low', 'share_of_roofline of the longest run'),
+    ('share_of_limit', 'tokens_per_s over limit_tokens_per_s'),
     ('share_of_roofline', 'time at the device''s own measured ceilings over the row''s time'),
     ('shared_bytes', 'bytes of shared memory of a block'),
     ('shared_limit_bytes', 'bytes of shared memory that the target allows'),
@@ -372,6 +394,7 @@ from (
     ('study', 'study in config.yaml'),
     ('successive', 'the two follow each other'),
     ('switches', 'checkpoint, cuda_graph, both or neither'),
+    ('system', 'program, or a kernel of it, that a figure is of'),
     ('t_s', 'when the sample ended, in seconds since sampling began'),
     ('target', 'architecture that the kernel is compiled for'),
     ('temperature_c_max', 'highest temperature while sampling, in °C'),
@@ -385,6 +408,7 @@ from (
     ('times_base', 'host time over that of the base'),
     ('timing', 'throughput or latency'),
     ('timing_hash', 'hash of the timing policy'),
+    ('token_ms', 'median ms of one new token of all sequences'),
     ('tokens_per_s', 'context and target points a second'),
     ('torch', 'version of PyTorch'),
     ('torch_threads', 'threads of PyTorch'),
@@ -417,6 +441,7 @@ from (
     ('view_name', 'view that a figure draws'),
     ('waits_for_host', 'a step of a loop takes at most a tenth longer than its call'),
     ('warnings', 'ptxas''s warnings, one a line'),
+    ('weights', 'number format of the linear layers'' weights'),
     ('why_no_speedup', 'why a timed step has no speedup'),
     ('why_not', 'why the row is not valid'),
     ('winner', 'the one step of all to name as fastest at these sizes'),
@@ -436,6 +461,8 @@ comment on table gates is 'Grain: run × check: a check of a gate, with its valu
 comment on table steps is 'Grain: run × config_id: a timed training step, or why it failed.';
 comment on table ops is 'Grain: run × config_id × pass: a timed operator, or why it failed.';
 comment on table predictions is 'Grain: run × config_id: a timed form of predictions.';
+comment on table generations is
+'Grain: run × config_id: a timed form of a language model, or why it failed.';
 comment on table samples is 'Grain: run × config_id × pass × sample: a single timing.';
 comment on table stages is 'Grain: run × config_id × stage × pass: device time of a stage.';
 comment on table training is 'Grain: run_id × step: a logged line of a training run.';
@@ -446,4 +473,5 @@ comment on table trials is 'Grain: run × problem × kernel × configuration: a 
 comment on table profiles is 'Grain: run × pass × kernel: what Nsight Compute saw of a launch.';
 comment on table code is 'Grain: run × implementation: the set of code that ran.';
 comment on table code_parts is 'Grain: set of code × part × name: a piece of code, with its hash.';
+comment on table literature is 'Grain: system × model × weights × batch: a published rate.';
 comment on table implementations is 'Grain: op × implementation: what the catalog holds.';

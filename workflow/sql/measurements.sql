@@ -1,5 +1,5 @@
--- Grain: device × run × config_id × pass: every measurement of a step, a prediction or an operator,
--- with the evidence behind it. All views of times filter this table.
+-- Grain: device × run × config_id × pass: every measurement of a step, a prediction, a language
+-- model or an operator, with the evidence behind it. All views of times filter this table.
 --
 -- The deciding run of a gate is its newest on the same code (`gate_evidence`). A row is `gated`
 -- where each deciding run has passed, and together they launched each of its kernels in the same

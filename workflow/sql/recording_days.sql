@@ -78,6 +78,15 @@ measured as (
         and (device, run, config_id) in (select (device, run, config_id) from stg_stages)
     union all
     select
+        'language_models' as view_name,
+        device,
+        comparison_key,
+        origin,
+        recorded_at
+    from used
+    where is_current and kind = 'generation'
+    union all
+    select
         'training_curves' as view_name,
         device,
         run as comparison_key,

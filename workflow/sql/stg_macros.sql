@@ -37,7 +37,7 @@ or (
     part in ('definition', 'module')
     and regexp_matches(
         name,
-        '^(tnp_lab|tnp\.(ops|cuda_graphs|train\.(step|step_graphs)|model'
+        '^(tnp_lab|tnp\.(ops|llm|cuda_graphs|train\.(step|step_graphs)|model'
         || '|buffer|captures|decode_graphs|drawing|joint|layers|packing|prediction|step'
         || '|step_graphs))(\.|:|$)'
     )

@@ -44,6 +44,8 @@ with recorded as (
     union all by name
     from predictions
     union all by name
+    from generations
+    union all by name
     from training
     union all by name
     from trials

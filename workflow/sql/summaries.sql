@@ -24,7 +24,11 @@ with runs as (
                 then tflops * median_ms
         end as work
     from measurements
-    where is_current and kind != 'prediction' and forced is null and not coalesce(twin, false)
+    where
+        is_current
+        and kind in ('step', 'operator')
+        and forced is null
+        and not coalesce(twin, false)
 )
 
 select
