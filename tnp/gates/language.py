@@ -1,0 +1,404 @@
+"""Checks language models: the reference against Hugging Face, and steps against the reference.
+
+Gates `decoder--<kind>` compare in float64: the reference with Hugging Face's model, and a prompt at
+once, in pieces and token by token with the reference. Hugging Face computes RMSNorm and the
+rotation in float32 in any dtype, so Llama and Qwen3 are held to 1e-6.
+
+Gates `decode--<kind>` hold each step in 16 bits, on a CPU in float32 too, to float64 of the same
+weights. The step reads a given text, because one different token would change all that follow. The
+error of logits may be twice that of Hugging Face's eager form in the same dtype, at every token.
+Prompts have different lengths, and the cache is contiguous or in pages in random order. Weights are
+drawn "wide" (see `tnp.llm.models.draw`), so that every part shows in the logits. Controls must
+fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from tnp.cuda_graphs import Captures
+from tnp.gates.checks import Check, Unsupported, max_abs_error, relative_error
+from tnp.llm import models, reference
+from tnp.llm.cache import Cache
+from tnp.llm.decoder import Decoder, Layer, Linear
+from tnp.llm.huggingface import build, read
+from tnp.llm.step import Step
+from tnp.llm.steps import STEPS
+from tnp.llm.torch_step import TorchStep
+from tnp.ops.kv_cache.paged import PagedCache
+from tnp.util.extras import MissingExtra
+
+EXACT = 1e-12  # relative: about ten sums of up to a thousand products, each in its own order
+NEAR = {"gpt2": EXACT, "llama": 1e-6, "qwen3": 1e-6}
+RATIO = 2.0  # of our error and Hugging Face's
+CONTROL_BOUND = 1e-2  # relative
+GAP = 6.0  # errors, above which the largest logit must be the same
+PROMPTS = (24, 9, 17)  # tokens of each prompt
+N_STEPS = 64
+N_OF_CODES = 24  # steps with codes, which PyTorch dequantizes in every step
+N_OF_CONTROLS = 12  # steps of a control, which shows at once
+PAGE = 16
+OUTSIDE = 0.75  # stands in the cache's memory before a run
+GROUP = 64
+
+
+def checks(device: torch.device, name: str) -> Iterator[Check]:
+    what, kind = name.split("--")
+    model = models.named(f"small_{kind}")
+    yield from (_of_decoder if what == "decoder" else _of_steps)(model, device)
+
+
+# Gates decoder--<kind>
+
+
+def _of_decoder(model: models.Model, device: torch.device) -> Iterator[Check]:
+    exact = models.draw(model, dtype=torch.float64, device=device)
+    ids = _ids(exact, 2, 40)
+    expected = reference.logits(exact, ids)
+    for how, pieces in (("at once", (40,)), ("in pieces", (17, 1, 22)), ("by token", 40 * (1,))):
+        found = _in_pieces(exact, ids, pieces)
+        error = relative_error(found, expected[:, [end - 1 for end in accumulate(pieces)]])
+        yield Check(f"float64 prompt {how} against the reference", "relative_error", error, EXACT)
+    for name, broken in _broken_decoders(exact):
+        error = relative_error(reference.logits(broken, ids), expected)
+        yield Check(f"control must fail: {name}", "relative_error", error, CONTROL_BOUND,
+                    larger_is_better=True)  # fmt: skip
+    try:
+        theirs = build(model, exact)
+    except MissingExtra as error:
+        raise Unsupported(str(error)) from None
+    with torch.no_grad():
+        error = relative_error(reference.logits(read(theirs), ids), theirs(ids).logits)
+    yield Check("float64 reference against Hugging Face", "relative_error", error,
+                NEAR[model.sizes.kind])  # fmt: skip
+
+
+def _ids(decoder: Decoder, batch: int, n_tokens: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    shape = batch, n_tokens
+    return torch.randint(decoder.sizes.vocab, shape, generator=generator).to(decoder.device)
+
+
+def _in_pieces(decoder: Decoder, ids: Tensor, pieces: Sequence[int]) -> Tensor:
+    """Returns the logits [B, pieces, vocab] behind each piece of the prompts."""
+    step, cache = TorchStep(decoder), Cache(decoder, *ids.shape)
+    found = []
+    for piece in ids.split(list(pieces), 1):
+        single = piece.shape[1] == 1
+        found.append(step(piece[:, 0], cache) if single else step.prompt(piece, cache))
+    return torch.stack(found, 1)
+
+
+def _broken_decoders(decoder: Decoder) -> Iterator[tuple[str, Decoder]]:
+    """Yields decoders with one mistake that no cache is needed for."""
+    first, second, *others = decoder.layers
+    swapped = (
+        replace(first, attention_norm=second.attention_norm),
+        replace(second, attention_norm=first.attention_norm),
+    )
+    yield "the norm of the next layer", replace(decoder, layers=(*swapped, *others))
+    if decoder.sizes.gated:
+        yield "gate and up swapped", _each_layer(decoder, _swapped)
+
+
+def _each_layer(decoder: Decoder, change: Callable[[Layer], Layer]) -> Decoder:
+    return replace(decoder, layers=tuple(map(change, decoder.layers)))
+
+
+def _swapped(layer: Layer) -> Layer:
+    if isinstance(layer.up.weight, Tensor):
+        gate, up = layer.up.weight.chunk(2)
+        return replace(layer, up=Linear(torch.cat((up, gate))))
+    raise TypeError("quantized weights are not swapped here")
+
+
+# Gates decode--<kind>
+
+
+@dataclass(frozen=True)
+class Text:
+    """Holds prompts of different lengths and the tokens behind them.
+
+    `prompts` is [B, T], padded on the right, `lengths` int32 [B], `steps` [n, B]. `whole` is
+    [B, T + n]: each prompt with its tokens directly behind it. `places` [n + 1, B] are the tokens
+    of `whole` whose logits a run returns, the prompt's last token first.
+    """
+
+    prompts: Tensor
+    lengths: Tensor
+    steps: Tensor
+    whole: Tensor
+    places: Tensor
+
+    def first(self, n_steps: int) -> Text:
+        """Returns the text with its first steps alone."""
+        return replace(self, steps=self.steps[:n_steps])
+
+    def at_places(self, logits: Tensor) -> Tensor:
+        """Returns the logits [n + 1, B, vocab] of the reference's logits [B, T + n, vocab]."""
+        batch = torch.arange(len(self.prompts), device=logits.device)
+        return logits[batch, self.places]
+
+
+def _text(decoder: Decoder) -> Text:
+    longest = max(PROMPTS)
+    ids = _ids(decoder, len(PROMPTS), longest + N_STEPS)
+    lengths = torch.tensor(PROMPTS, dtype=torch.int32, device=ids.device)
+    prompts = ids[:, :longest].clone()
+    steps = torch.stack([row[n : n + N_STEPS] for row, n in zip(ids, PROMPTS, strict=True)], 1)
+    places = lengths.long() - 1 + torch.arange(N_STEPS + 1, device=ids.device)[:, None]
+    return Text(prompts, lengths, steps, ids, places)
+
+
+def _of_steps(model: models.Model, device: torch.device) -> Iterator[Check]:
+    dtypes = (torch.bfloat16, torch.float16)
+    for dtype in (*dtypes, torch.float32)[: 2 if device.type == "cuda" else 3]:
+        decoder = models.draw(model, dtype=dtype, device=device)
+        text = _text(decoder)
+        truth = _Truth(decoder, text, _eager(model, decoder, text.whole))
+        yield from _of_dtype(decoder, text, truth, dtype == torch.bfloat16)
+        if dtype == torch.bfloat16:
+            for bits in (8, 4):
+                coded = decoder.quantize(bits, GROUP, 8)
+                truth = _Truth(coded, text, reference.logits(coded, text.whole))
+                yield from _of_codes(coded, text, truth, bits)
+
+
+class _Truth:
+    """Holds float64's logits, keys and values along a text, and the errors that are allowed."""
+
+    def __init__(self, decoder: Decoder, text: Text, usual: Tensor) -> None:
+        exact, plain = [], []
+        logits = reference.logits(decoder.to(dtype=torch.float64), text.whole, exact)
+        reference.logits(decoder, text.whole, plain)
+        self.logits = text.at_places(logits)
+        self.unit = _distances(text.at_places(usual), self.logits)
+        self.cached, self.cached_in_dtype = exact, plain
+
+    def ratio(self, logits: Tensor) -> float:
+        """Returns the largest ratio of a token's error and the usual one, of the first tokens."""
+        n = len(logits)
+        return (_distances(logits, self.logits[:n]) / self.unit[:n]).max().item()
+
+    def differing(self, logits: Tensor) -> tuple[int, float]:
+        """Returns how many largest logits differ though they stand out, and how many stand out.
+
+        The second is a share of all tokens.
+        """
+        expected = self.logits[: len(logits)]
+        error = (logits.double() - expected).square().mean(-1).sqrt()
+        top = expected.topk(2).values
+        stands_out = top[..., 0] - top[..., 1] > GAP * error
+        differs = logits.argmax(-1) != expected.argmax(-1)
+        return int((differs & stands_out).sum()), stands_out.double().mean().item()
+
+
+def _distances(found: Tensor, expected: Tensor) -> Tensor:
+    """Returns the distance of each token's logits [n, B, vocab] in float64, over the batch: [n]."""
+    distance = (found.double() - expected).flatten(1).norm(dim=1)
+    return torch.where(distance.isfinite(), distance, torch.inf)
+
+
+def _eager(model: models.Model, decoder: Decoder, ids: Tensor) -> Tensor:
+    """Returns Hugging Face's logits in eager form, or the plain reference's without the package."""
+    try:
+        theirs = build(model, decoder)
+    except MissingExtra:
+        return reference.logits(decoder, ids)
+    theirs.set_attn_implementation("eager")
+    with torch.no_grad():
+        return theirs(ids).logits
+
+
+def _of_dtype(decoder: Decoder, text: Text, truth: _Truth, with_controls: bool) -> Iterator[Check]:
+    dtype = str(decoder.dtype).removeprefix("torch.")
+    for name, step in _steps(decoder):
+        check = partial(_check, dtype, name)
+        cache = _filled(Cache(decoder, len(PROMPTS), max(PROMPTS) + N_STEPS + 3))
+        found = _run(step, text, cache)
+        yield check("logits at every token", "error_ratio", truth.ratio(found), RATIO)
+        differing, share = truth.differing(found)
+        yield check("largest logits that stand out and differ", "count", differing, 0.0)
+        yield check("largest logits that stand out", "share", share, 0.5, larger_is_better=True)
+        yield check("keys and values", "error_ratio", _cached_ratio(cache, truth), RATIO)
+        yield check("writes beyond the lengths", "max_abs_error", _outside(cache), 0.0)
+        again = _run(step, text, Cache(decoder, len(PROMPTS), cache.capacity))
+        yield check("equal bits in another run", "max_abs_error", max_abs_error(again, found), 0.0)
+        if decoder.device.type == "cuda":
+            captured = _run(step, text, Cache(decoder, len(PROMPTS), cache.capacity), True)
+            error = max_abs_error(captured, found)
+            yield check("equal bits from a CUDA graph", "max_abs_error", error, 0.0)
+        paged, spare = _in_pages(decoder)
+        yield check("pages in random order", "error_ratio",
+                    truth.ratio(_run(step, text, paged)), RATIO)  # fmt: skip
+        yield check("writes beyond the lengths, in pages", "max_abs_error",
+                    max(_outside(paged), _change(spare())), 0.0)  # fmt: skip
+        for what, broken in _broken_runs(decoder, step, text) if with_controls else ():
+            yield check(f"control must fail: {what}", "error_ratio", truth.ratio(broken), RATIO,
+                        larger_is_better=True)  # fmt: skip
+
+
+def _check(dtype: str, name: str, what: str, metric: str, *bounded: float, **more: bool) -> Check:
+    return Check(f"{dtype}: {what}", metric, *bounded, name, **more)
+
+
+def _of_codes(decoder: Decoder, text: Text, truth: _Truth, bits: int) -> Iterator[Check]:
+    for name, step in _steps(decoder):
+        found = _run(step, text.first(N_OF_CODES), _new(decoder))
+        yield Check(f"bfloat16, weights of {bits} bits: logits at every token", "error_ratio",
+                    truth.ratio(found), RATIO, name)  # fmt: skip
+        differing, _ = truth.differing(found)
+        yield Check(f"bfloat16, weights of {bits} bits: largest logits that stand out and differ",
+                    "count", differing, 0.0, name)  # fmt: skip
+        broken = type(step)(_each_layer(decoder, _next_scales))
+        found = _run(broken, text.first(N_OF_CONTROLS), _new(decoder))
+        yield Check(f"control must fail: {bits} bits, scales of the next group", "error_ratio",
+                    truth.ratio(found), RATIO, name, larger_is_better=True)  # fmt: skip
+
+
+def _next_scales(layer: Layer) -> Layer:
+    weight = layer.up.weight
+    return replace(
+        layer, up=replace(layer.up, weight=replace(weight, scales=weight.scales.roll(1, 1)))
+    )
+
+
+def _steps(decoder: Decoder) -> Iterator[tuple[str, Step]]:
+    """Yields the implementations that can compute the decoder here."""
+    for name, kind in STEPS.items():
+        if kind.refuses(decoder) is None:
+            yield name, kind(decoder)
+
+
+def _run(
+    step: Step,
+    text: Text,
+    cache: Cache,
+    captured: bool = False,
+    behind_prompt: Callable | None = None,
+) -> Tensor:
+    """Returns the logits [n + 1, B, vocab] along a text.
+
+    Args:
+        step, text, cache: what runs, along what, and in which cache.
+        captured: whether all steps but the first are replays of a CUDA graph.
+        behind_prompt: is called once between the prompt and the steps, and returns another step.
+    """
+    found = [step.prompt(text.prompts, cache, text.lengths)]
+    if behind_prompt is not None:
+        step = behind_prompt()
+    ids, replay, result = text.steps[0].clone(), None, None
+    for now in text.steps:
+        ids.copy_(now)
+        if captured and len(found) > 1:
+            if replay is None:
+                captures = Captures(ids.device)
+                replay, result = captures.capture(lambda: step(ids, cache))
+            replay()
+            found.append(result.clone())
+        else:
+            found.append(step(ids, cache).clone())
+    return torch.stack(found)
+
+
+def _new(decoder: Decoder) -> Cache:
+    return Cache(decoder, len(PROMPTS), max(PROMPTS) + N_STEPS)
+
+
+def _filled(cache: Cache) -> Cache:
+    """Returns the cache with `OUTSIDE` in all of its memory."""
+    for memory in (*cache.keys, *cache.values):
+        memory.fill_(OUTSIDE)
+    return cache
+
+
+def _in_pages(decoder: Decoder) -> tuple[Cache, Callable[[], Tensor]]:
+    """Returns a cache in pages of random order, and a function that returns all other pages."""
+    s, n_tokens = decoder.sizes, max(PROMPTS) + N_STEPS
+    columns = -(-n_tokens // PAGE)
+    pool = PagedCache(
+        len(PROMPTS) * columns + 3, page=PAGE, n_layers=s.n_layers, n_kv_heads=s.n_kv_heads,
+        head_dim=s.head_dim, dtype=decoder.dtype, device=decoder.device,
+    )  # fmt: skip
+    single = [pool.allocate(1) for _ in range(pool.n_free)]
+    order = torch.randperm(len(single), generator=torch.Generator().manual_seed(2)).tolist()
+    for place in order:  # a pool gives back the pages that were freed last
+        pool.free(single[place])
+    handles = [pool.allocate() for _ in PROMPTS]
+    cache = _filled(Cache.of_pages(pool, handles, n_tokens))
+    used = cache.page_table.unique().tolist()
+    others = [page for page in range(len(cache.keys[0])) if page not in used]
+    memories = (*cache.keys, *cache.values)
+    return cache, lambda: torch.stack([memory[others] for memory in memories])
+
+
+def _rows(cache: Cache, memory: Tensor) -> Tensor:
+    """Returns a layer's keys or values [B, n_kv_heads, S, head_dim], out of pages if it has any."""
+    if cache.page_table is None:
+        return memory
+    return memory[cache.page_table.long()].transpose(1, 2).flatten(2, 3)
+
+
+def _outside(cache: Cache) -> float:
+    """Returns the largest change of the cache's memory beyond the sequences' lengths."""
+    worst = 0.0
+    for memory in (*cache.keys, *cache.values):
+        rows = _rows(cache, memory)
+        for row, length in zip(rows, cache.lengths.tolist(), strict=True):
+            worst = max(worst, _change(row[:, length:]))
+    return worst
+
+
+def _change(memory: Tensor) -> float:
+    """Returns the largest change of memory that nobody should have written to."""
+    return max_abs_error(memory, torch.full_like(memory, OUTSIDE))
+
+
+def _cached_ratio(cache: Cache, truth: _Truth) -> float:
+    """Returns the largest ratio of a layer's error in keys or values and the reference's error."""
+    worst = 0.0
+    for layer, (exact, plain) in enumerate(zip(truth.cached, truth.cached_in_dtype, strict=True)):
+        for memory, wanted, usual in zip(
+            (cache.keys[layer], cache.values[layer]), exact, plain, strict=True
+        ):
+            error = expected = 0.0
+            for b, length in enumerate(cache.lengths.tolist()):
+                own, theirs, right = (x[b, :, :length].double() for x in (memory, usual, wanted))
+                error += (own - right).square().sum().item()
+                expected += (theirs - right).square().sum().item()
+            worst = max(worst, (error / expected) ** 0.5)
+    return worst
+
+
+def _broken_runs(decoder: Decoder, step: Step, text: Text) -> Iterator[tuple[str, Tensor]]:
+    """Yields logits of runs with one mistake."""
+    kind, text = type(step), text.first(N_OF_CONTROLS)
+    for name, broken in _broken_decoders(decoder):
+        yield name, _run(kind(broken), text, _new(decoder))
+    tables = ("positions",) if decoder.cos is None else ("cos", "sin")
+    turned = {name: getattr(decoder, name).roll(-1, 0) for name in tables}
+    ahead = kind(replace(decoder, **turned))
+    yield (
+        "positions one off behind the prompt",
+        _run(step, text, _new(decoder), behind_prompt=lambda: ahead),
+    )
+    cache = _new(decoder)
+
+    def shortened() -> Step:
+        cache.lengths -= 1
+        return step
+
+    yield "lengths less one", _run(step, text, cache, behind_prompt=shortened)
+    paged, _ = _in_pages(decoder)
+
+    def exchanged() -> Step:
+        paged.page_table[:2, 0] = paged.page_table[:2, 0].flip(0)
+        return step
+
+    yield "one page another's", _run(step, text, paged, behind_prompt=exchanged)
