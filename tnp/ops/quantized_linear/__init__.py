@@ -39,7 +39,10 @@ OPERATOR = Operator(
         *torch_forms.IMPLEMENTATIONS,
         Implementation(
             "triton",
-            forward=Operation("quantized_linear.forward", (f"{__name__}.triton_tiles:FORWARD",)),
+            forward=Operation(
+                "quantized_linear.forward",
+                (f"{__name__}.few_rows:FORWARD", f"{__name__}.triton_tiles:FORWARD"),
+            ),
             supported=triton_from(80),
             dtypes=OF_16_BITS,
             options=OPTIONS,

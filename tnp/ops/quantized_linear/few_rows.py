@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import torch
+
 from tnp.dispatch.launcher import Bound
 from tnp.dispatch.spec import Call, Kernel, Reason, triton_from
 from tnp.ops._shared.few_rows import FEW
@@ -47,8 +49,9 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
         x, y = of_x.of(x), x.new_empty(shape)
         zeros = x if zeros is None else zeros.contiguous()
         bias = x if bias is None else bias.contiguous()
-        weight = weight.contiguous().view(dtype=INT8)
-        kernel(x, x, x, x, weight, scales.contiguous(), zeros, bias, x, y, y, y, x, x, x, x, x, x, 1.0)
+        weight = weight.contiguous().view(torch.int8)
+        unread = (y, y, x, x, x, x, x, x)
+        kernel(x, x, x, x, weight, scales.contiguous(), zeros, bias, x, y, *unread, 1.0)
         return (y,), ()
 
     return launch
