@@ -7,8 +7,8 @@ from tests.llm.test_decoder import TINY
 from tests.refusals import assert_refused
 from tnp.llm import models, reference
 from tnp.llm.cache import Cache
-from tnp.llm.torch_step import TorchStep
 from tnp.llm.steps import step_of
+from tnp.llm.torch_step import TorchStep
 from tnp.ops.kv_cache.paged import PagedCache
 
 IDS = torch.randint(50, (3, 7), generator=torch.Generator().manual_seed(0))
@@ -104,7 +104,7 @@ def test_a_full_cache_and_unfit_lengths_are_refused():
         (lambda: step.prompt(IDS, cache, LENGTHS), "lengths is given and the cache holds tokens"),
         (lambda: Cache(decoder, 0, 8), "batch is 0: it must be a whole number, at least 1"),
         (lambda: Cache(decoder, 1, 65), "a sequence would have 65 tokens: .* at most 64"),
-        (lambda: step_of(decoder, "fast"), "unknown implementation 'fast': choose from torch"),
+        (lambda: step_of(decoder, "fast"), "choose from auto, torch, fused"),
     )
     cache.reset()
     longer = IDS.repeat(1, 2)

@@ -1,0 +1,182 @@
+"""Tests the step of fused kernels. Its error is held to that of the step of operators."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.problems import DEVICE
+from tests.refusals import assert_refused
+from tnp.dispatch.devices import Target
+from tnp.llm import fused_step, models, reference
+from tnp.llm.cache import Cache
+from tnp.llm.decoder import Decoder
+from tnp.llm.fused_step import FusedStep
+from tnp.llm.sizes import Model
+from tnp.llm.step import Step
+from tnp.llm.steps import step_of
+from tnp.llm.tokens import Tokens
+from tnp.llm.torch_step import TorchStep
+from tnp.ops.kv_cache.paged import PagedCache
+
+VOCAB, N_STEPS, CAPACITY, PAGE = 100, 4, 20, 16
+LENGTHS = torch.tensor([14, 2, 5], dtype=torch.int32)  # the first goes on to a second page
+IDS = torch.randint(VOCAB, (3, 14 + N_STEPS), generator=torch.Generator().manual_seed(0))
+OUTSIDE = 0.75  # stands in the cache's memory before a run
+KINDS = ("gpt2", "llama", "qwen3")
+
+
+def drawn(kind: str, bits: int = 16, **sizes: int) -> Decoder:
+    small = models.named(f"small_{kind}").sizes
+    own = {"vocab": VOCAB, "width": 64, "n_layers": 2, "n_heads": 2, "head_dim": 32, "d_ff": 96}
+    own |= {"n_kv_heads": 2 if kind == "gpt2" else 1, "longest": 32}
+    model = Model(replace(small, **own | sizes), 1e4)
+    decoder = models.draw(model, dtype=torch.bfloat16, device=DEVICE)
+    return decoder if bits == 16 else decoder.quantize(bits, 32)
+
+
+def caches(decoder: Decoder, batch: int = len(IDS)) -> Iterator[Cache]:
+    """Yields a contiguous cache, and one in pages, with `OUTSIDE` in all memory."""
+    s = decoder.sizes
+    sizes = {"n_layers": s.n_layers, "n_kv_heads": s.n_kv_heads, "head_dim": s.head_dim}
+    pool = PagedCache(2 * batch, page=PAGE, **sizes, dtype=decoder.dtype, device=DEVICE)
+    handles = [pool.allocate() for _ in range(batch)]
+    for cache in (Cache(decoder, batch, CAPACITY), Cache.of_pages(pool, handles, CAPACITY)):
+        for memory in (*cache.keys, *cache.values):
+            memory.fill_(OUTSIDE)
+        yield cache
+
+
+def prompted(step: Step, cache: Cache) -> Cache:
+    step.prompt(IDS[:, :14].to(DEVICE), cache, LENGTHS.to(DEVICE))
+    return cache
+
+
+def new_ids() -> Tensor:
+    """Returns the tokens [n, B] that follow each prompt."""
+    rows = [ids[n : n + N_STEPS] for ids, n in zip(IDS, LENGTHS, strict=True)]
+    return torch.stack(rows, 1).to(DEVICE)
+
+
+def along(step: Step, cache: Cache, n_steps: int = N_STEPS) -> Tensor:
+    """Returns the logits [n, B, vocab] of steps behind the prompts."""
+    prompted(step, cache)
+    return torch.stack([step(ids, cache) for ids in new_ids()[:n_steps]])
+
+
+def errors(found: Tensor, expected: Tensor) -> Tensor:
+    """Returns the distance of each step's logits."""
+    return (found.double() - expected).flatten(1).norm(dim=1)
+
+
+def exact(decoder: Decoder) -> Tensor:
+    """Returns float64's logits [n, B, vocab] of the same steps."""
+    logits = reference.logits(decoder.to(dtype=torch.float64), IDS.to(DEVICE))
+    places = LENGTHS.long() + torch.arange(N_STEPS)[:, None]
+    return logits[torch.arange(len(IDS)), places]
+
+
+def unwritten(cache: Cache) -> bool:
+    """Whether memory beyond the lengths is as it was."""
+    for memory in (*cache.keys, *cache.values):
+        if cache.page_table is not None:
+            memory = memory[cache.page_table.long()].transpose(1, 2).flatten(2, 3)
+        for row, length in zip(memory, cache.lengths.tolist(), strict=True):
+            if not (row[:, length:] == OUTSIDE).all():
+                return False
+    return True
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_are_at_most_twice_those_of_operators(kind, bits):
+    decoder = drawn(kind, bits)
+    step, contiguous, in_pages = FusedStep(decoder), *caches(decoder)
+    n = N_STEPS if bits == 16 else 1
+    expected = exact(decoder)[:n]
+    bounds = 2 * errors(along(TorchStep(decoder), next(caches(decoder)), n), expected)
+    for cache in (contiguous, in_pages)[: 2 if bits == 16 else 1]:
+        assert (errors(along(step, cache, n), expected) <= bounds).all()
+        assert torch.equal(cache.lengths.cpu(), LENGTHS + n) and unwritten(cache)
+    # Control: another token is beyond the bound.
+    cache = prompted(step, next(caches(decoder)))
+    assert errors(step(new_ids()[1], cache)[None], expected[:1]) > bounds[0]
+
+
+def followed(step: Step, decoder: Decoder, stops: tuple[int, ...] = ()) -> Tokens:
+    tokens, cache = Tokens(len(IDS), N_STEPS, stops, 99, DEVICE), next(caches(decoder))
+    prompted(step, cache)
+    tokens.ids.copy_(new_ids()[0])
+    for _ in range(N_STEPS):
+        step.follow(tokens, cache)
+    return tokens
+
+
+def test_follow_takes_the_largest_logits_and_pads_behind_stops():
+    decoder = drawn("llama")
+    step, cache = FusedStep(decoder), next(caches(decoder))
+    free = followed(step, decoder)
+    prompted(step, cache)
+    for ids, chosen in zip((new_ids()[0], *free.block), free.block, strict=False):
+        logits = step(ids, cache)
+        assert torch.equal(logits.gather(1, chosen[:, None])[:, 0], logits.amax(1))
+    assert torch.equal(free.ids, free.block[-1]) and not free.ended.any()
+
+    stop = free.block[1, 0].item()
+    never = [one for one in range(VOCAB) if one not in free.block]
+    expected, ended = free.block.clone(), (free.block == stop).any(0)
+    behind = (expected == stop).cumsum(0).cumsum(0) > 1
+    expected[behind] = 99
+    stopped = followed(step, decoder, (never[0], stop, never[1]))
+    assert torch.equal(stopped.block, expected) and torch.equal(stopped.ended, ended)
+    assert ended[0] and behind.any() and not behind.all()
+
+
+def test_an_id_out_of_range_gives_nan_to_its_sequence_alone():
+    decoder = drawn("gpt2")
+    step, good, bad = FusedStep(decoder), *(next(caches(decoder)) for _ in range(2))
+    prompted(step, good)
+    prompted(step, bad)
+    ids = new_ids()[0]
+    expected = step(ids, good)
+    ids[1] = VOCAB
+    found = step(ids, bad)
+    assert found[1].isnan().all() and torch.equal(found[[0, 2]], expected[[0, 2]])
+
+
+@pytest.mark.parametrize("kind, bits", [("gpt2", 16), ("llama", 8), ("qwen3", 16)])
+def test_more_rows_than_kernels_take_are_computed_too(kind, bits):
+    decoder, n = drawn(kind, bits, n_layers=1), fused_step.FEW + 1
+    steps, ids = (FusedStep(decoder), TorchStep(decoder)), torch.arange(n, device=DEVICE)
+    exact_logits = reference.logits(decoder.to(dtype=torch.float64), ids[:, None])[:, 0]
+    found, usual = (step(ids, next(caches(decoder, n)))[None] for step in steps)
+    assert errors(found, exact_logits[None]) <= 2 * errors(usual, exact_logits[None])
+    tokens = Tokens(n, 1, (), 0, DEVICE)
+    tokens.ids.copy_(ids)
+    steps[0].follow(tokens, next(caches(decoder, n)))
+    assert torch.equal(tokens.ids, found[0].argmax(-1))
+
+
+def test_decoders_that_it_cannot_compute_are_refused(monkeypatch):
+    decoder = drawn("llama", n_layers=1)
+
+    def made(decoder: Decoder, target: Target | None = None):
+        def make():
+            with monkeypatch.context() as patch:
+                if target is not None:
+                    patch.setattr(fused_step, "of_device", lambda device: target)
+                step_of(decoder, "fused")
+
+        return make
+
+    assert_refused(
+        (made(decoder, Target("cpu")), "the step 'fused' cannot run here: it needs a CUDA device"),
+        (made(decoder, Target("cuda", capability=75)), "needs compute capability 8.0 or newer"),
+        (made(decoder.to(dtype=torch.float32)), "bfloat16 or float16, not torch.float32"),
+        (made(drawn("llama", n_layers=1, head_dim=24)), "head_dim is 24 and d_ff 96: they must"),
+        (made(drawn("llama", n_layers=1, d_ff=100)), "head_dim is 32 and d_ff 100: they must"),
+        error=RuntimeError,
+    )
+    made(decoder)()
