@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-from tnp.dispatch.spec import Case, Operator, Problem, Work
+from tnp.dispatch.spec import EVERY_DTYPE_ON, Case, Operator, Problem, Work
 from tnp.ops._shared.declared import cases_by_dtype
 from tnp.util.checks import require_floats, require_no_gradient, require_one_device
 
@@ -167,15 +167,15 @@ def cases(operator: Operator, target: Target) -> list[Case]:
 
 
 def compiled(operator: Operator, target: Target):
-    """Yields problems to compile: few and many rows, both bits, in groups and rows."""
-    from tnp.dispatch.spec import EVERY_DTYPE_ON
-
+    """Yields problems to compile: few and many rows, both bits, in groups and rows, ragged."""
     for dtype in OF_16_BITS if target.capability in EVERY_DTYPE_ON else ("bfloat16",):
         for rows in (1, 40, 512):
             for options in (_4, _8, _4 | _ZEROS | _BIAS, _8 | _ZEROS):
                 yield _problem(operator, dtype, rows, 128, options)
         yield _problem(operator, dtype, 40, 32, _4)
         yield _problem(operator, dtype, 40, 4096, _8)
+        ragged = {"n_in": 2056, "n_out": 513, "group": 2056}
+        yield operator.problem(dtype, rows=40, **ragged, **_4, **_ZEROS)
 
 
 def _problem(operator: Operator, dtype: str, rows: int, group: int, options: dict) -> Problem:
