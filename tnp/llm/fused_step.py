@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from tnp.dispatch.devices import of_device
 from tnp.dispatch.launcher import Bound
+from tnp.llm.attention_kernel import attend_kernel
 from tnp.llm.cache import Cache
 from tnp.llm.decoder import Decoder, Layer, Linear, Norm
 from tnp.llm.step_kernels import choice_kernel, embed_kernel, heads_kernel
@@ -31,10 +32,14 @@ from tnp.llm.tokens import Tokens
 from tnp.llm.torch_step import TorchStep
 from tnp.ops._shared.few_rows import FEW, chained
 from tnp.ops._shared.streamed import Product, config_of, launch_of, streamed_kernel
+from tnp.ops.attention.primitives import LOG2_E
 from tnp.ops.decode_attention import decode_attention
 from tnp.ops.rms_norm import add_rms_norm
 
 PARTS_AT_ONCE = 1024  # of a row's largest logits
+# Keys of a part of attention. Each program of the next product reads all parts, so more parts, or
+# more sequences and kv heads, take `decode_attention`, which adds them up itself.
+SPLIT, MOST_SPLITS, MOST_PAIRS = 256, 8, 32
 
 
 class Places(NamedTuple):
@@ -119,15 +124,40 @@ class FusedStep(TorchStep):
             else:
                 x, qkv = self._normed_product(x, update, layer.attention_norm, layer.qkv)
                 self._write_heads(layer, qkv, q, places, cache.lengths)
-            o = decode_attention(
-                q.view(batch, s.n_heads, 1, s.head_dim), cache.keys[i], cache.values[i],
-                cache.lengths, cache.page_table, implementation="triton",
-            )  # fmt: skip
-            update = self._added(o.transpose(1, 2).reshape(batch, -1), layer.out)
+            update = self._attended(layer, q, places, cache, i)
             epilogue = "swiglu" if s.gated else "gelu"
             x, h = self._normed_product(x, update, layer.mlp_norm, layer.up, epilogue)
             update = self._added(h, layer.down)
         return x, update
+
+    def _attended(self, layer: Layer, q: Tensor, places: Places, cache: Cache, i: int) -> Tensor:
+        """Returns the output layer of attention, for q [B, H · D]."""
+        s, batch = self.decoder.sizes, len(q)
+        splits = triton.cdiv(places.integers[2], SPLIT)
+        if batch > FEW or not self._is_short(batch, splits):
+            o = decode_attention(
+                q.view(batch, s.n_heads, 1, s.head_dim), cache.keys[i], cache.values[i],
+                cache.lengths, cache.page_table, implementation="triton",
+            )  # fmt: skip
+            return self._added(o.transpose(1, 2).reshape(batch, -1), layer.out)
+        parts = q.new_empty(splits, *q.shape, dtype=torch.float32)
+        beside = q.new_empty(splits, batch, s.n_heads, 2, dtype=torch.float32)
+        attend_kernel[(batch, s.n_kv_heads, splits)](
+            q, places.keys, places.values, parts, beside, cache.lengths, places.table,
+            *places.integers[:2], batch, *places.integers[2:], s.head_dim**-0.5 * LOG2_E,
+            N_HEADS=s.n_heads, N_KV_HEADS=s.n_kv_heads,
+            ROWS=max(FEW, triton.next_power_of_2(s.n_heads // s.n_kv_heads)), HEAD_DIM=s.head_dim,
+            BLOCK_N=SPLIT, PAGE=places.page, num_warps=max(4, s.head_dim // 8), **self._chain,
+        )  # fmt: skip
+        y = q.new_empty(batch, layer.out.shape[0])
+        self._product(q, None, None, layer.out, "", y, parts=(parts, beside))
+        return y
+
+    def _is_short(self, batch: int, splits: int) -> bool:
+        """Returns whether a cache is read in parts by `attend_kernel`."""
+        s = self.decoder.sizes
+        is_power = s.head_dim == triton.next_power_of_2(s.head_dim)
+        return is_power and splits <= MOST_SPLITS and batch * s.n_kv_heads <= MOST_PAIRS
 
     def _added(self, x: Tensor, linear: Linear) -> Tensor:
         """Returns a linear layer of x."""
@@ -205,6 +235,7 @@ class FusedStep(TorchStep):
         places: Places | None = None,
         lengths: Tensor | None = None,
         best: Sequence[Tensor] = (),
+        parts: Sequence[Tensor] = (),
     ) -> tuple[int, Tensor]:
         """Launches a product of up to `FEW` rows. Returns the programs, and x + update."""
         s, weight, (n_out, n_in) = self.decoder.sizes, linear.weight, linear.shape
@@ -216,6 +247,7 @@ class FusedStep(TorchStep):
             update=update is not None, epilogue=epilogue, half=half.get(epilogue, 8),
             norm="" if norm is None else "rms" if norm.bias is None else "layer",
             n_heads=s.n_heads, n_kv_heads=s.n_kv_heads, page=places.page if places else 0,
+            splits=len(parts[0]) if parts else 0, head_dim=s.head_dim if parts else 1,
         )  # fmt: skip
         integers = places.integers if places else (0, 0, 0, 0, 0)
         key = product, integers
@@ -231,10 +263,11 @@ class FusedStep(TorchStep):
         keys, values, table = places[:3] if places else (y, y, y)
         norm_weight, norm_bias = (x, x) if norm is None else (norm.weight, norm.bias)
         bound(
-            x, x if update is None else update, norm_weight, x if norm_bias is None else norm_bias,
+            parts[0] if parts else x, x if update is None else update, norm_weight,
+            x if norm_bias is None else norm_bias,
             codes.weight.view(torch.int8) if codes else weight, codes.scales if codes else x,
             codes.zeros if product.zeros else x, linear.bias if product.bias else x, total, y,
             keys, values, table, *self._tables(x), x if lengths is None else lengths,
-            *(best or (x, x)), s.eps,
+            *(best or (x, x)), parts[1] if parts else x, s.eps,
         )  # fmt: skip
         return programs, total

@@ -50,7 +50,7 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
         zeros = x if zeros is None else zeros.contiguous()
         bias = x if bias is None else bias.contiguous()
         weight = weight.contiguous().view(torch.int8)
-        unread = (y, y, x, x, x, x, x, x)
+        unread = (y, y, x, x, x, x, x, x, x)
         kernel(x, x, x, x, weight, scales.contiguous(), zeros, bias, x, y, *unread, 1.0)
         return (y,), ()
 
