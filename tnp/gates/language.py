@@ -27,6 +27,7 @@ from tnp.gates.checks import Check, Unsupported, max_abs_error, relative_error
 from tnp.llm import models, reference
 from tnp.llm.cache import Cache
 from tnp.llm.decoder import Decoder, Layer, Linear
+from tnp.llm.generate import generate
 from tnp.llm.huggingface import build, read
 from tnp.llm.step import Step
 from tnp.llm.steps import STEPS
@@ -41,6 +42,7 @@ CONTROL_BOUND = 1e-2  # relative
 GAP = 6.0  # errors, above which the largest logit must be the same
 PROMPTS = (24, 9, 17)  # tokens of each prompt
 N_STEPS = 64
+N_WRITTEN = 18  # tokens, more than are written between two looks
 N_OF_CODES = 24  # steps with codes, which PyTorch dequantizes in every step
 N_OF_CONTROLS = 12  # steps of a control, which shows at once
 PAGE = 16
@@ -234,6 +236,14 @@ def _of_dtype(decoder: Decoder, text: Text, truth: _Truth, with_controls: bool) 
             captured = _run(step, text, Cache(decoder, len(PROMPTS), cache.capacity), True)
             error = max_abs_error(captured, found)
             yield check("equal bits from a CUDA graph", "max_abs_error", error, 0.0)
+        written = _written(step, text)
+        for how, sampling in (("greedy", {}), ("of the largest", {"temperature": 1.0, "top_k": 1})):
+            found = generate(
+                decoder, text.prompts, max_new_tokens=N_WRITTEN, lengths=text.lengths,
+                implementation=name, **sampling,
+            )  # fmt: skip
+            differing = int((found != written).sum())
+            yield check(f"tokens of generate that differ, {how}", "count", differing, 0.0)
         paged, spare = _in_pages(decoder)
         yield check("pages in random order", "error_ratio",
                     truth.ratio(_run(step, text, paged)), RATIO)  # fmt: skip
@@ -242,6 +252,15 @@ def _of_dtype(decoder: Decoder, text: Text, truth: _Truth, with_controls: bool) 
         for what, broken in _broken_runs(decoder, step, text) if with_controls else ():
             yield check(f"control must fail: {what}", "error_ratio", truth.ratio(broken), RATIO,
                         larger_is_better=True)  # fmt: skip
+
+
+def _written(step: Step, text: Text) -> Tensor:
+    """Returns the tokens [B, N_WRITTEN] of the largest logits, a step each."""
+    cache = _new(step.decoder)
+    chosen = [step.prompt(text.prompts, cache, text.lengths).argmax(-1)]
+    while len(chosen) < N_WRITTEN:
+        chosen.append(step(chosen[-1], cache).argmax(-1))
+    return torch.stack(chosen, 1)
 
 
 def _check(dtype: str, name: str, what: str, metric: str, *bounded: float, **more: bool) -> Check:

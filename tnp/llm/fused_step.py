@@ -37,9 +37,9 @@ from tnp.ops.decode_attention import decode_attention
 from tnp.ops.rms_norm import add_rms_norm
 
 PARTS_AT_ONCE = 1024  # of a row's largest logits
-# Keys of a part of attention. Each program of the next product reads all parts, so more parts, or
-# more sequences and kv heads, take `decode_attention`, which adds them up itself.
-SPLIT, MOST_SPLITS, MOST_PAIRS = 256, 8, 32
+# Keys of a part of attention, and the most parts, and pairs of a sequence and a kv head, that
+# `attend_kernel` is used for.
+SPLIT, MOST_SPLITS, MOST_PAIRS = 128, 16, 16
 
 
 class Places(NamedTuple):
@@ -60,6 +60,7 @@ class FusedStep(TorchStep):
         super().__init__(decoder, "auto" if self._target.kind == "cuda" else "torch")
         self._chain = chained(self._target)
         self._bounds: dict[tuple, tuple[Bound, int]] = {}
+        self._zeros: dict[int, Tensor] = {}
 
     @staticmethod
     def refuses(decoder: Decoder) -> str | None:
@@ -124,34 +125,40 @@ class FusedStep(TorchStep):
             else:
                 x, qkv = self._normed_product(x, update, layer.attention_norm, layer.qkv)
                 self._write_heads(layer, qkv, q, places, cache.lengths)
-            update = self._attended(layer, q, places, cache, i)
+            update = self._added(self._attended(q, places, cache, i), layer.out)
             epilogue = "swiglu" if s.gated else "gelu"
             x, h = self._normed_product(x, update, layer.mlp_norm, layer.up, epilogue)
             update = self._added(h, layer.down)
         return x, update
 
-    def _attended(self, layer: Layer, q: Tensor, places: Places, cache: Cache, i: int) -> Tensor:
-        """Returns the output layer of attention, for q [B, H · D]."""
+    def _attended(self, q: Tensor, places: Places, cache: Cache, i: int) -> Tensor:
+        """Returns attention's results [B, H · D] for q [B, H · D]."""
         s, batch = self.decoder.sizes, len(q)
-        splits = triton.cdiv(places.integers[2], SPLIT)
-        if batch > FEW or not self._is_short(batch, splits):
+        splits = triton.cdiv(places.integers[3], SPLIT)
+        if not self._is_short(batch, splits):
             o = decode_attention(
                 q.view(batch, s.n_heads, 1, s.head_dim), cache.keys[i], cache.values[i],
                 cache.lengths, cache.page_table, implementation="triton",
             )  # fmt: skip
-            return self._added(o.transpose(1, 2).reshape(batch, -1), layer.out)
-        parts = q.new_empty(splits, *q.shape, dtype=torch.float32)
-        beside = q.new_empty(splits, batch, s.n_heads, 2, dtype=torch.float32)
+            return o.transpose(1, 2).reshape(batch, -1)
+        o = torch.empty_like(q)
+        parts = q.new_empty(splits, batch, s.n_heads, s.head_dim + 2, dtype=torch.float32)
         attend_kernel[(batch, s.n_kv_heads, splits)](
-            q, places.keys, places.values, parts, beside, cache.lengths, places.table,
-            *places.integers[:2], batch, *places.integers[2:], s.head_dim**-0.5 * LOG2_E,
-            N_HEADS=s.n_heads, N_KV_HEADS=s.n_kv_heads,
+            q, places.keys, places.values, o, parts, self._counts(batch), cache.lengths,
+            places.table, *places.integers[:3], batch, *places.integers[3:],
+            s.head_dim**-0.5 * LOG2_E, N_HEADS=s.n_heads, N_KV_HEADS=s.n_kv_heads,
             ROWS=max(FEW, triton.next_power_of_2(s.n_heads // s.n_kv_heads)), HEAD_DIM=s.head_dim,
-            BLOCK_N=SPLIT, PAGE=places.page, num_warps=max(4, s.head_dim // 8), **self._chain,
+            BLOCK_N=SPLIT, SPLITS=splits, PAGE=places.page, num_warps=max(4, s.head_dim // 8),
+            **self._chain,
         )  # fmt: skip
-        y = q.new_empty(batch, layer.out.shape[0])
-        self._product(q, None, None, layer.out, "", y, parts=(parts, beside))
-        return y
+        return o
+
+    def _counts(self, batch: int) -> Tensor:
+        """Returns zeros, how many parts of each sequence and kv head are there."""
+        if batch not in self._zeros:
+            n = batch * self.decoder.sizes.n_kv_heads
+            self._zeros[batch] = torch.zeros(n, dtype=torch.int32, device=self.decoder.device)
+        return self._zeros[batch]
 
     def _is_short(self, batch: int, splits: int) -> bool:
         """Returns whether a cache is read in parts by `attend_kernel`."""
@@ -197,10 +204,10 @@ class FusedStep(TorchStep):
     def _places(self, cache: Cache, layer: int) -> Places:
         keys, values, longest = cache.keys[layer], cache.values[layer], self.decoder.sizes.longest
         if cache.page_table is None:
-            integers = *keys.stride()[:2], cache.capacity, 0, 0
+            integers = *keys.stride()[:3], cache.capacity, 0, 0
             return Places(keys, values, cache.lengths, integers, 0)
         page, width = keys.shape[2], cache.page_table.shape[1]
-        integers = *keys.stride()[:2], min(width * page, longest), width, len(keys)
+        integers = *keys.stride()[:3], min(width * page, longest), width, len(keys)
         return Places(keys, values, cache.page_table, integers, page)
 
     def _write_heads(
@@ -235,7 +242,6 @@ class FusedStep(TorchStep):
         places: Places | None = None,
         lengths: Tensor | None = None,
         best: Sequence[Tensor] = (),
-        parts: Sequence[Tensor] = (),
     ) -> tuple[int, Tensor]:
         """Launches a product of up to `FEW` rows. Returns the programs, and x + update."""
         s, weight, (n_out, n_in) = self.decoder.sizes, linear.weight, linear.shape
@@ -247,9 +253,8 @@ class FusedStep(TorchStep):
             update=update is not None, epilogue=epilogue, half=half.get(epilogue, 8),
             norm="" if norm is None else "rms" if norm.bias is None else "layer",
             n_heads=s.n_heads, n_kv_heads=s.n_kv_heads, page=places.page if places else 0,
-            splits=len(parts[0]) if parts else 0, head_dim=s.head_dim if parts else 1,
         )  # fmt: skip
-        integers = places.integers if places else (0, 0, 0, 0, 0)
+        integers = places.integers if places else (0, 0, 0, 0, 0, 0)
         key = product, integers
         if key not in self._bounds:
             config = config_of(product, self._target)
@@ -263,11 +268,10 @@ class FusedStep(TorchStep):
         keys, values, table = places[:3] if places else (y, y, y)
         norm_weight, norm_bias = (x, x) if norm is None else (norm.weight, norm.bias)
         bound(
-            parts[0] if parts else x, x if update is None else update, norm_weight,
-            x if norm_bias is None else norm_bias,
+            x, x if update is None else update, norm_weight, x if norm_bias is None else norm_bias,
             codes.weight.view(torch.int8) if codes else weight, codes.scales if codes else x,
             codes.zeros if product.zeros else x, linear.bias if product.bias else x, total, y,
             keys, values, table, *self._tables(x), x if lengths is None else lengths,
-            *(best or (x, x)), parts[1] if parts else x, s.eps,
+            *(best or (x, x)), s.eps,
         )  # fmt: skip
         return programs, total

@@ -39,7 +39,7 @@ def embed_kernel(
 @triton.jit(do_not_specialize=["capacity", "table_width", "n_pages"])
 def heads_kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, q_ptr, keys_ptr, values_ptr, table_ptr, cos_ptr, sin_ptr,
-    lengths_ptr, n_out, stride_cb, stride_ch, capacity, table_width, n_pages, eps,
+    lengths_ptr, n_out, stride_cb, stride_ch, stride_ct, capacity, table_width, n_pages, eps,
     HALF: tl.constexpr, BLOCK: tl.constexpr, N_HEADS: tl.constexpr, N_KV_HEADS: tl.constexpr,
     NORM: tl.constexpr, ROTATES: tl.constexpr, PAGE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -64,8 +64,8 @@ def heads_kernel(
     low = tl.where(mask, head * 2 * HALF + i, n_out)
     store_heads(
         q_ptr, keys_ptr, values_ptr, table_ptr, cos_ptr, sin_ptr, lengths_ptr, one[:, None],
-        two[:, None], low, n_out, rows, rows >= 0, stride_cb, stride_ch, capacity, table_width,
-        n_pages, dtype, HALF, N_HEADS, N_KV_HEADS, ROTATES, PAGE,
+        two[:, None], low, n_out, rows, rows >= 0, stride_cb, stride_ch, stride_ct, capacity,
+        table_width, n_pages, dtype, HALF, N_HEADS, N_KV_HEADS, ROTATES, PAGE,
     )  # fmt: skip
 
 

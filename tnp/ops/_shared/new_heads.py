@@ -9,17 +9,17 @@ from tnp.ops._shared.primitives import cast
 @triton.jit
 def store_heads(
     q_ptr, keys_ptr, values_ptr, table_ptr, cos_ptr, sin_ptr, lengths_ptr, one, two, low, n_out,
-    rows, in_rows, stride_cb, stride_ch, capacity, table_width, n_pages, dtype: tl.constexpr,
-    HALF: tl.constexpr, N_HEADS: tl.constexpr, N_KV_HEADS: tl.constexpr, ROTATES: tl.constexpr,
-    PAGE: tl.constexpr,
+    rows, in_rows, stride_cb, stride_ch, stride_ct, capacity, table_width, n_pages,
+    dtype: tl.constexpr, HALF: tl.constexpr, N_HEADS: tl.constexpr, N_KV_HEADS: tl.constexpr,
+    ROTATES: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Rotates pairs [P, B] of q and k by their row's position, and writes q, k and v.
 
     `one` and `two` are outputs `low` and `low` + HALF of rows `rows`, of [q, k, v]. A row's
     position is its length less one. Nothing is written to the cache if it is not below `capacity`.
     PAGE: keys of a page, or 0 for a contiguous cache, which has a row for each of `rows`. Nothing
-    is written to a page below 0 or from `n_pages` on. The strides are of a row or page, and of a
-    head. A key follows another without a gap.
+    is written to a page below 0 or from `n_pages` on. The strides are of a row or page, of a
+    head, and of a key.
     """
     D: tl.constexpr = 2 * HALF
     place = tl.load(lengths_ptr + rows, mask=in_rows, other=0) - 1
@@ -44,7 +44,7 @@ def store_heads(
         block, slot = tl.load(page_of, mask=inside, other=-1), place % PAGE
         inside &= (block >= 0) & (block < n_pages)
     of_head = (head - N_HEADS) % N_KV_HEADS
-    to = block.to(tl.int64)[None, :] * stride_cb + (slot * D)[None, :]
+    to = block.to(tl.int64)[None, :] * stride_cb + slot.to(tl.int64)[None, :] * stride_ct
     to += (of_head.to(tl.int64) * stride_ch + i)[:, None]
     there &= inside[None, :]
     is_k = there & ((head >= N_HEADS) & (head < N_HEADS + N_KV_HEADS))[:, None]

@@ -247,52 +247,18 @@ def activated(z, gate, EPILOGUE: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _attended(
-    parts_ptr, beside_ptr, n_rows, rows, in_rows, at, K: tl.constexpr, SPLITS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-):  # fmt: skip
-    """Returns columns `at` of attention's results from its parts [SPLITS, n_rows, K] in float32.
-
-    `beside` [SPLITS, n_rows, heads, 2] holds the largest score and the sum of each part, to base 2.
-    """
-    HEADS: tl.constexpr = at.shape[0] // HEAD_DIM
-    ALL: tl.constexpr = K // HEAD_DIM
-    head = tl.min(at, 0) // HEAD_DIM + tl.arange(0, HEADS)
-    mask = in_rows[:, None] & (head < ALL)[None, :]
-    of_heads = (rows[:, None] * ALL + head[None, :]) * 2
-    largest = tl.full([rows.shape[0], HEADS], float("-inf"), tl.float32)
-    for split in tl.static_range(SPLITS):
-        of = beside_ptr + split * n_rows * ALL * 2 + of_heads
-        largest = tl.maximum(largest, tl.load(of, mask=mask, other=0.0))
-    total = tl.zeros([rows.shape[0], HEADS], tl.float32)
-    x = tl.zeros([rows.shape[0], HEADS, HEAD_DIM], tl.float32)
-    for split in tl.static_range(SPLITS):
-        of = beside_ptr + split * n_rows * ALL * 2 + of_heads
-        weight = tl.math.exp2(tl.load(of, mask=mask, other=0.0) - largest)
-        total += weight * tl.load(of + 1, mask=mask, other=1.0)
-        of = parts_ptr + (split * n_rows + rows)[:, None] * K + at[None, :]
-        part = tl.load(of, mask=in_rows[:, None] & (at < K)[None, :], other=0.0)
-        x += tl.reshape(part, [rows.shape[0], HEADS, HEAD_DIM]) * weight[:, :, None]
-    return tl.reshape(x / total[:, :, None], [rows.shape[0], at.shape[0]])
-
-
-@triton.jit
 def _right(
     x_ptr, update_ptr, sum_ptr, norm_weight_ptr, norm_bias_ptr, of_x, of_update, rows, in_rows, at,
     mean, rstd, eps, dtype: tl.constexpr, K: tl.constexpr, UPDATE: tl.constexpr,
     WRITES: tl.constexpr, NORM: tl.constexpr, WHOLE: tl.constexpr, BITS: tl.constexpr,
-    L: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr, n_rows, beside_ptr,
-    SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    L: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Returns columns `at` of the normalized rows as the right operand.
 
     WHOLE: these are all columns, from which the norm's statistics are computed here.
     WRITES: the first program writes the residual sum.
     """
-    if SPLITS > 0:
-        x = _attended(x_ptr, beside_ptr, n_rows, rows, in_rows, at, K, SPLITS, HEAD_DIM)
-    else:
-        x = _sum(x_ptr, update_ptr, of_x, of_update, at, in_rows, dtype, K, UPDATE)
+    x = _sum(x_ptr, update_ptr, of_x, of_update, at, in_rows, dtype, K, UPDATE)
     if WRITES:
         mask = in_rows[:, None] & (at < K)[None, :] & (tl.program_id(0) == 0)
         tl.store(sum_ptr + rows[:, None] * K + at[None, :], cast(x, dtype), mask=mask)
@@ -342,13 +308,13 @@ def _outputs(first_pair, n_out, HALF: tl.constexpr, R: tl.constexpr):
 def streamed_kernel(
     x_ptr, update_ptr, norm_weight_ptr, norm_bias_ptr, weight_ptr, scales_ptr, zeros_ptr, bias_ptr,
     sum_ptr, y_ptr, keys_ptr, values_ptr, table_ptr, cos_ptr, sin_ptr, lengths_ptr, best_ptr,
-    best_id_ptr, beside_ptr,
+    best_id_ptr,
     stride_xb, stride_xl, stride_ub, stride_ul, n_rows, inner_x, inner_update, n_out,
-    stride_cb, stride_ch, capacity, table_width, n_pages, eps,
+    stride_cb, stride_ch, stride_ct, capacity, table_width, n_pages, eps,
     K: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     ZEROS: tl.constexpr, BIAS: tl.constexpr, UPDATE: tl.constexpr, NORM: tl.constexpr,
     EPILOGUE: tl.constexpr, N_HEADS: tl.constexpr, N_KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
-    SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, CONSTANT: tl.constexpr, CHAINED: tl.constexpr,
+    CONSTANT: tl.constexpr, CHAINED: tl.constexpr,
     TILES: tl.constexpr, R: tl.constexpr, L: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr,
     XM: tl.constexpr,
 ):  # fmt: skip
@@ -357,7 +323,7 @@ def streamed_kernel(
     K: the inner width. C: numbers of a thread's load. L: loads of a part, PARTS: parts at a time.
     HALF: the distance of a pair's outputs: of gate and up, of a rotated pair, or 8.
     """
-    dtype: tl.constexpr = update_ptr.dtype.element_ty  # x may be parts in float32
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
     EACH: tl.constexpr = L * 4 * C
     CHUNK: tl.constexpr = PARTS * EACH
     V: tl.constexpr = C * BITS // 8 if BITS < 16 else C
@@ -381,7 +347,7 @@ def streamed_kernel(
         right = _right(
             x_ptr, update_ptr, sum_ptr, norm_weight_ptr, norm_bias_ptr, of_x, of_update, rows,
             in_rows, offs_k, mean, rstd, eps, dtype, K, UPDATE, UPDATE, NORM, True, BITS, L, PARTS,
-            C, n_rows, beside_ptr, SPLITS, HEAD_DIM,
+            C,
         )  # fmt: skip
     elif NORM != "":
         mean, rstd = _statistics(
@@ -412,8 +378,7 @@ def streamed_kernel(
                 right = _right(
                     x_ptr, update_ptr, sum_ptr, norm_weight_ptr, norm_bias_ptr, of_x, of_update,
                     rows, in_rows, start + offs_k, mean, rstd, eps, dtype, K, UPDATE,
-                    UPDATE and tile == 0, NORM, False, BITS, L, PARTS, C, n_rows, beside_ptr,
-                    SPLITS, HEAD_DIM,
+                    UPDATE and tile == 0, NORM, False, BITS, L, PARTS, C,
                 )  # fmt: skip
             if ZEROS:
                 of_parts = tl.sum(right.to(tl.float32), 1)
@@ -460,8 +425,8 @@ def streamed_kernel(
             elif EPILOGUE == "heads" or EPILOGUE == "rotated heads":
                 store_heads(
                     y_ptr, keys_ptr, values_ptr, table_ptr, cos_ptr, sin_ptr, lengths_ptr, one, two,
-                    low, n_out, of_y, in_y, stride_cb, stride_ch, capacity, table_width, n_pages,
-                    dtype, HALF, N_HEADS, N_KV_HEADS, EPILOGUE == "rotated heads", PAGE,
+                    low, n_out, of_y, in_y, stride_cb, stride_ch, stride_ct, capacity, table_width,
+                    n_pages, dtype, HALF, N_HEADS, N_KV_HEADS, EPILOGUE == "rotated heads", PAGE,
                 )  # fmt: skip
             else:
                 to = y_ptr + of_y[None, :] * n_out + low[:, None]
@@ -486,7 +451,6 @@ class Product:
     n_in, n_out: sizes of the weight.
     bits: 16, or of a code. group: columns that share a scale, or 0 without scales.
     half: how far apart a pair's outputs are: see `streamed_kernel`.
-    splits: x is as many parts of attention, see `_attended`; 0: x is x.
     """
 
     n_rows: int
@@ -503,8 +467,6 @@ class Product:
     n_heads: int = 1
     n_kv_heads: int = 1
     page: int = 0
-    splits: int = 0
-    head_dim: int = 1
 
     @property
     def n_pairs(self) -> int:
@@ -549,8 +511,7 @@ def launch_of(
         "K": product.n_in, "HALF": product.half, "BITS": product.bits, "GROUP": product.group,
         "ZEROS": product.zeros, "BIAS": product.bias, "UPDATE": product.update,
         "NORM": product.norm, "EPILOGUE": product.epilogue, "N_HEADS": product.n_heads,
-        "N_KV_HEADS": product.n_kv_heads, "PAGE": product.page, "SPLITS": product.splits,
-        "HEAD_DIM": product.head_dim, "CONSTANT": constant,
+        "N_KV_HEADS": product.n_kv_heads, "PAGE": product.page, "CONSTANT": constant,
         "TILES": config.tiles, "R": config.blocks, "L": loads, "PARTS": parts, "C": per_load,
         "XM": triton.next_power_of_2(product.n_rows), "num_warps": config.num_warps,
         "num_stages": 1, **chained(target),

@@ -42,7 +42,7 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
     of_x, shape = row_layout(x), (*x.shape[:-1], product.n_out)
     programs, constants = launch_of(product, config, call.target, constant=False)
     sizes = *of_x.strides, 0, product.n_in, product.n_rows, of_x.n_inner, 1, product.n_out
-    kernel = Bound(streamed_kernel, (programs,), *sizes, 0, 0, 0, 0, 0, **constants)
+    kernel = Bound(streamed_kernel, (programs,), *sizes, 0, 0, 0, 0, 0, 0, **constants)
 
     def launch(inputs, scalars):
         x, weight, scales, zeros, bias = inputs
@@ -50,7 +50,7 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
         zeros = x if zeros is None else zeros.contiguous()
         bias = x if bias is None else bias.contiguous()
         weight = weight.contiguous().view(torch.int8)
-        unread = (y, y, x, x, x, x, x, x, x)
+        unread = (y, y, x, x, x, x, x, x)
         kernel(x, x, x, x, weight, scales.contiguous(), zeros, bias, x, y, *unread, 1.0)
         return (y,), ()
 
