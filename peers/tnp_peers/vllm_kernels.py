@@ -127,8 +127,8 @@ def plan_machete(
     )
     points = None if zeros is None else -1.0 * scales * zeros.to(x.dtype)
     # A copy gives a single group its usual strides, which `contiguous` does not.
-    by_groups = [x if x is None else x.t().clone(memory_format=torch.contiguous_format)
-                 for x in (scales, points)]  # fmt: skip
+    by_groups = [one if one is None else one.t().clone(memory_format=torch.contiguous_format)
+                 for one in (scales, points)]  # fmt: skip
     return Machete(tiles, *by_groups)
 
 
