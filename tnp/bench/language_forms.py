@@ -22,7 +22,7 @@ class Form:
     `start` names the function that builds it, as "module:function". It is called with a
     `tnp.bench.language.Asked` and returns a `tnp.bench.language.Writer`. `weights` are the formats
     that it can have, and `packages` the distributions that it needs beside PyTorch.
-    `implementation` is that of our decoder's step, a key of `tnp.llm.step.STEPS`. Gates of the
+    `implementation` is that of our decoder's step, a key of `tnp.llm.steps.STEPS`. Gates of the
     model's kind prove it. It is "" for a form that is not ours.
     """
 

@@ -9,7 +9,7 @@
 Embedding, head and choice are three more. Each launch starts while the one before it still runs,
 and loads its first weights meanwhile: no launch of a step writes a weight. With RMSNorm of every
 head (Qwen3), heads are a launch of their own. More rows than `FEW` are multiplied by PyTorch, in
-nine launches a layer.
+ten launches a layer.
 """
 
 from __future__ import annotations
