@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from tnp.dispatch.spec import Call, Implementation, Operator, Reason, on_cuda
+from tnp.dispatch.spec import Implementation, Operator, on_cuda
 from tnp.ops import mixture_heads as of_heads
 from tnp.ops import mlp as of_mlp
 from tnp.ops import projection as of_rows
 from tnp.ops._shared.declared import in_8_bits
-from tnp_peers.support import both
+from tnp_peers.support import both, multiples
 
 RECIPE = "tensorwise"
 MULTIPLE = 16  # PyTorch's products in 8 bits need multiples of this for the widths
@@ -80,23 +80,11 @@ def mixture_heads(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return torch.einsum("...kf,kof->...ko", hidden, down.to(x.dtype))
 
 
-def _multiples(*names: str) -> Callable[[Call], Reason]:
-    """Returns a check that these sizes are multiples of `MULTIPLE`."""
-
-    def supported(call: Call) -> Reason:
-        for name in names:
-            if call.problem[name] % MULTIPLE:
-                return f"it takes multiples of {MULTIPLE} for {name}, not {call.problem[name]}"
-        return None
-
-    return supported
-
-
 def _of(operator: Operator, run: Callable, *widths: str) -> Implementation:
     return Implementation(
         "torchao",
         run=run,
-        supported=both(on_cuda(89), _multiples(*widths)),
+        supported=both(on_cuda(89), multiples(MULTIPLE, *widths)),
         dtypes=("bfloat16",),
         precision="e4m3",
         selectable=False,  # "auto:e4m3" is ours

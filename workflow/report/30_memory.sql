@@ -1,3 +1,4 @@
+-- topic: steps
 -- # Memory at the largest shape
 -- Peak memory of one step with 200,000 context points, smallest first. With checkpointing, a
 -- transformer block keeps only its input and computes the rest again.

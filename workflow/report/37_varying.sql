@@ -1,3 +1,4 @@
+-- topic: steps
 -- # Sizes that vary
 -- Training steps over a stream of 64 tasks. Sizes are drawn at random for each task, or for each
 -- sample at `varying_samples`. A step is the stream's mean. Rows are context and target points

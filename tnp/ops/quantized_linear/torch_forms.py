@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tnp.dispatch.spec import Call, Implementation, Reason, on_cuda
 from tnp.ops.quantized_linear.definition import GROUPS, OPTIONS
@@ -25,7 +25,7 @@ def tinygemm(x, weight, scales, zeros=None, bias=None):
     """
     from torch import ops
 
-    packed, scales_and_zeros = _kept(lay_out, x, weight, scales, zeros)
+    packed, scales_and_zeros = kept(lay_out, x, weight, scales, zeros)
     group = x.shape[-1] // scales.shape[1]
     rows = x.reshape(-1, x.shape[-1])
     y = ops.aten._weight_int4pack_mm(rows, packed, group, scales_and_zeros)
@@ -57,7 +57,7 @@ def dequantized(x, weight, scales, zeros=None, bias=None):
     """
     from torch.nn import functional as F
 
-    w = _kept(dequantize, x, weight, scales, zeros)
+    w = kept(dequantize, x, weight, scales, zeros)
     return F.linear(x, w, bias if bias is None else bias.to(x.dtype))
 
 
@@ -76,21 +76,21 @@ def _made(make: Callable) -> MutableMapping:
     return WeakTensorKeyDictionary()
 
 
-def _kept(
-    make: Callable, x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None
-) -> tuple[Tensor, Tensor] | Tensor:
-    """Returns what `make` makes of a weight, anew if a tensor is another one or was changed.
+def kept(make: Callable, x: Tensor, weight: Tensor, *others: Tensor | None) -> Any:
+    """Returns `make(x, weight, *others)`, made anew if a tensor but x is another or was changed.
 
     Tensors of inference mode do not tell whether they were changed: they are laid out every time.
+    What is made must not hold the weight, nor a view of it: it would stay for ever.
     """
-    of = weight, scales, zeros
+    of = weight, *others
     if any(one is not None and one.is_inference() for one in of):
         return make(x, *of)
-    versions = tuple(None if one is None else one._version for one in of)
-    found = _made(make).get(weight)
-    if found is None or found[0] is not scales or found[1] is not zeros or found[2] != versions:
-        found = _made(make)[weight] = scales, zeros, versions, make(x, *of)
-    return found[3]
+    versions = [None if one is None else one._version for one in of]
+    before, version, made = _made(make).get(weight, ((), (), None))
+    if version != versions or any(a is not b for a, b in zip(before, others, strict=True)):
+        made = make(x, *of)
+        _made(make)[weight] = others, versions, made
+    return made
 
 
 def int8pack(x, weight, scales, zeros=None, bias=None):
