@@ -249,7 +249,7 @@ def test_predictions_are_a_job_for_each_shape_and_variant():
 
 def test_language_models_are_a_job_for_each_format_with_the_forms_that_have_it():
     jobs, section = GPU.jobs["generation"], CONFIG["language_models"]
-    assert len(jobs) == (3 + 9 + 1 + 2) * len(section["weights"])
+    assert len(jobs) == (3 + 9 + 1 + 2) * len(section["weights"]) + 3
     job = jobs["language_models--llama3_1b--b8_p1024_bf16"]
     assert job["forms"] == section["forms"] and job["dtype"] == "bfloat16"
     assert (job["batch"], job["n_prompt"], job["n_new"]) == (8, 1024, 128)

@@ -26,6 +26,7 @@ class Run(Section):
     prompt: settings.unique(settings.Size, 1)
     # A token's time is the difference of two calls, of which the shorter writes one.
     new: settings.checked(lambda n: n < 2 and "must be at least 2", settings.Size)
+    forms: settings.SomeNames | None = None  # in place of the study's
 
 
 class Settings(settings.Study):
@@ -48,7 +49,8 @@ class LanguageModels(Study):
             timing = here.timing(spec.timing.given() if spec.timing else {})
             for name, run in spec.runs.items():
                 for batch, n_prompt, weights in product(run.batch, run.prompt, spec.weights):
-                    forms = [form for form in spec.forms if weights in FORMS[form].weights]
+                    named = run.forms or spec.forms
+                    forms = [form for form in named if weights in FORMS[form].weights]
                     if not forms:
                         continue
                     operators: dict[str, str] = {}
@@ -82,6 +84,7 @@ class LanguageModels(Study):
                 yield Fault((self.section, "forms", index), what)
         for name, run in spec.runs.items():
             place = (self.section, "runs", name)
+            yield from not_among((*place, "forms"), "form", run.forms or (), FORMS)
             if run.model not in MODELS:
                 yield from not_among((*place, "model"), "model", [run.model], MODELS)
                 continue

@@ -407,6 +407,8 @@ def streamed_kernel(
 
         if EPILOGUE == "best":
             # Of equal ones the first is the best, and NaN is larger than any number, as in PyTorch.
+            # Logits are rounded first, so that the choice is that of stored logits.
+            y = cast(y, dtype).to(tl.float32)
             y = tl.where(y == y, y, float("inf"))
             largest = tl.max(y, 0)
             at = tl.min(tl.where(y == largest[None, :], outputs[:, None], 0x7FFFFFFF), 0)
@@ -481,8 +483,7 @@ def config_of(product: Product, target: Target) -> Config:
     if product.n_rows <= 2:
         return Config(1, 1, 2048, 4 if product.n_in <= 2048 else 8)
     # Every program reads and normalizes all rows, which takes longer than one tile.
-    n_tiles = triton.cdiv(product.n_pairs, 8)
-    tiles = max(1, min(8, n_tiles // max(1, target.multiprocessors)))
+    tiles = min(8, triton.cdiv(triton.cdiv(product.n_pairs, 8), max(1, target.multiprocessors)))
     return Config(1, tiles, 2048, 8)
 
 
