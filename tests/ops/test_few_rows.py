@@ -16,19 +16,28 @@ from tnp.gates.checks import relative_error
 from tnp.ops._shared.few_rows import add_dot_in_parts, chained
 from tnp.ops.projection import linear
 
+KERNELS = {"few_rows", "streamed", "rms_norm_linear", "decode", "add_parts", "enter"}
+OF_STEP = {"embed", "streamed", "heads", "attend", "choice"}
 # Prints of each kernel: its name and capability, whether it is launched ahead of the end of the one
 # before, and in their order what touches memory or has to do with other launches.
 WAITS = """
 import io, json, re, torch, triton
 from contextlib import redirect_stdout
+from tests.llm.test_decoder import TINY
 from tnp.dispatch import devices as targets
 from tnp.ops.kv_cache.append_kernel import entry
 from tnp.dispatch.registry import catalog
 from tnp.gates.compile import collect
 from tnp.gates.launches import Launch, launches
+from tnp.llm import models
+from tnp.llm.cache import Cache
+from tnp.llm.decoder import mapped
+from tnp.llm.fused_step import FusedStep
+from tnp.llm.tokens import Tokens
 
 PROBLEMS = {
     "linear": dict(rows=2, n_in=512, n_out=512),
+    "quantized_linear": dict(rows=2, n_in=512, n_out=512, group=64, bits=4, zeros=True),
     "rms_norm_linear": dict(rows=2, width=512, n_out=1536),
     "decode_attention": dict(
         batch=1, heads=8, kv_heads=8, n_queries=2, n_keys=1000, head_dim=64, page=1000
@@ -49,22 +58,37 @@ def found():
         write = entry(target, meta(1, 16, 1000, 64), 2)
         write(meta(1, 16, 1000, 64), meta(1, 24, 2, 64), meta(1, dtype=torch.int32))
     yield Launch(90, "bfloat16", (("buffer", "enter"),), enter)
+    def step():
+        for kind in ("gpt2", "qwen3"):
+            decoder = models.draw(TINY[kind], dtype=torch.bfloat16)
+            decoder = mapped(decoder, lambda x: x.to("meta"))
+            with targets.on_meta(target):
+                FusedStep(decoder).follow(
+                    Tokens(2, 1, (1,), 0, torch.device("meta")), Cache(decoder, 2, 64)
+                )
+    yield Launch(90, "bfloat16", (("step", "fused"),), step)
 
 rows = []
 for job in collect(found()):
+    if job.name not in KERNELS:
+        continue
     with redirect_stdout(io.StringIO()):  # the log of ptxas
         ptx = triton.compile(job.source, target=job.target, options=job.options).asm["ptx"]
     touches = ["".join(one) for one in re.findall(TOUCHES, ptx)]
-    rows.append([job.name, job.target.arch, bool(job.options["launch_pdl"]), touches])
+    of = ("step: " if "step" in dict(job.users) else "") + job.name
+    rows.append([of, job.target.arch, bool(job.options["launch_pdl"]), touches])
 print(json.dumps(rows))
 """
-KERNELS = {"few_rows", "rms_norm_linear", "decode", "add_parts", "enter"}
+# Kernels that read ahead, all of them what the launch before does not write: lengths, which it
+# only reads too; the weights of a step; and the keys of a cache but the newest.
+READ_AHEAD = {"add_parts", "step: streamed", "step: attend"}
 
 
 def test_nothing_is_read_or_written_ahead_of_the_wait():
-    rows = [row for row in in_child(WAITS) if row[0] in KERNELS]
+    rows = in_child(f"KERNELS = {KERNELS | OF_STEP}{WAITS}")
     seen = {(name, capability) for name, capability, *_ in rows}
     assert seen >= {("few_rows", 80), *((name, 90) for name in KERNELS)}
+    assert seen >= {(f"step: {name}", 90) for name in OF_STEP}
     for name, capability, launched_ahead, touches in rows:
         assert launched_ahead == (capability >= 90)
         if not launched_ahead:
@@ -72,8 +96,7 @@ def test_nothing_is_read_or_written_ahead_of_the_wait():
             continue
         wait = touches.index("wait")
         ahead = set(touches[:wait])
-        # Lengths, which the kernel right before it only reads too.
-        assert ahead <= ({"ld"} if name == "add_parts" else {"prefetch"}), (name, ahead)
+        assert ahead <= ({"ld"} if name in READ_AHEAD else {"prefetch"}), (name, ahead)
         assert touches[wait + 1] == "launch_dependents" and touches.count("wait") == 1
         assert {"ld", "st"} <= set(touches[wait:])
 

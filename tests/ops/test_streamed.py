@@ -42,7 +42,7 @@ class Given:
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator).to(DEVICE, self.dtype)
 
-    def launch(self, config: Config, *best: Tensor, integers: tuple[int, ...] = 5 * (0,)) -> int:
+    def launch(self, config: Config, *best: Tensor, integers: tuple[int, ...] = 6 * (0,)) -> int:
         """Launches the kernel. Returns its programs."""
         p, x, codes = self.product, self.x, self.codes
         programs, constants = launch_of(p, config, HERE, constant=True)
@@ -159,7 +159,7 @@ def test_heads_go_to_their_places_and_nowhere_else(page, epilogue):
     given.tables, given.places = (angles.cos(), angles.sin()), (keys, values, table)
     given.y = torch.full((n_rows + 1, n_heads * head_dim), UNWRITTEN, dtype=given.dtype)
     given.y = given.y.to(DEVICE)
-    integers = *keys.stride()[:2], capacity, 2 if page else 0, n_pages if page else 0
+    integers = *keys.stride()[:3], capacity, 2 if page else 0, n_pages if page else 0
     given.launch(SMALL, integers=integers)
 
     y = given.before_epilogue().view(n_rows, -1, head_dim)
