@@ -13,7 +13,7 @@ from tnp.dispatch.devices import Target
 from tnp.gates.checks import relative_error
 from tnp.llm import fused_step, models, reference
 from tnp.llm.cache import Cache
-from tnp.llm.decoder import Decoder
+from tnp.llm.decoder import Decoder, mapped
 from tnp.llm.fused_step import FusedStep
 from tnp.llm.sizes import Model
 from tnp.llm.step import Step
@@ -175,6 +175,20 @@ def test_attention_adds_up_parts_of_a_short_cache(page):
             again = torch.roll(v, 1, 1)
             assert relative_error((scores.softmax(-1)[:, None] @ again).flatten(), expected) > 0.1
     assert torch.equal(step._attended(q, places, cache, 0).nan_to_num(), found.nan_to_num())
+
+
+def test_weights_may_have_any_strides_and_places():
+    decoder = drawn("llama")
+
+    def strided(x: Tensor) -> Tensor:
+        memory = x.new_empty(2 * x.numel() + 1)
+        there = memory[1:].view(*x.shape[:-1], -1)[..., ::2]
+        return there.copy_(x)
+
+    expected, found = (
+        along(FusedStep(one), next(caches(one)), 1) for one in (decoder, mapped(decoder, strided))
+    )
+    assert torch.equal(found, expected)
 
 
 def test_an_id_out_of_range_gives_nan_to_its_sequence_alone():

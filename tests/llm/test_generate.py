@@ -53,6 +53,8 @@ def test_a_sequence_ends_and_the_rest_is_padding():
         assert torch.equal(row[: end + 1], expected[: end + 1]) and (row[end + 1 :] == 49).all()
     by_stop = decoder.generate(IDS, max_new_tokens=40, eos_token_id=stops)
     assert set(by_stop[ends.index(min(ends)), min(ends) + 1 :].tolist()) == {stop}
+    with pytest.raises(ValueError, match="pad_token_id is 50: it must lie between 0 and 49"):
+        decoder.generate(IDS, max_new_tokens=2, eos_token_id=stop, pad_token_id=50)
     never = decoder.generate(IDS, max_new_tokens=20, eos_token_id=999)
     assert torch.equal(never, free[:, :20])
 

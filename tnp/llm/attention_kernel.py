@@ -1,11 +1,11 @@
 """Computes attention of one token of each sequence to a short cache, in one launch.
 
-    of some keys: acc = Σ 2^(s − m) v    m = max s    l = Σ 2^(s − m)    s = scale · log2(e) q k
-    of all: o = Σ 2^(m − max m) acc / Σ 2^(m − max m) l
+    each part:  acc = Σ 2^(s − m) v    m = max s    l = Σ 2^(s − m)    s = scale · log2(e) q k
+    all parts:  o = Σ 2^(m − max m) acc / Σ 2^(m − max m) l
 
-A program has BLOCK_N keys of a kv head, and all heads of its group. The program that ends last of a
-sequence and kv head adds up all parts, in the order of keys. `decode_attention` does that in a
-second launch, and serves any length.
+A program has BLOCK_N keys of a kv head, and all heads of its group. For each sequence and kv head,
+the last program to finish adds up the parts, in the order of keys. `decode_attention` does that in
+a second launch, and serves any length.
 
 Only the newest key and value are written by the launch before. All others are loaded ahead of the
 wait, while that launch still runs. (Parts along the keys: Dao et al., Flash-Decoding, 2023.)
@@ -51,7 +51,7 @@ def attend_kernel(
     of_q = b * (N_HEADS * HEAD_DIM) + (h * GROUP + row) * HEAD_DIM
     in_rows = row < GROUP
     q = tl.load(q_ptr + of_q[:, None] + column[None, :], mask=in_rows[:, None], other=0.0)
-    newest = key == length - 1
+    newest = (key == length - 1) & (key < capacity)
     # The offset of the newest key, if it is one of these.
     at = tl.max(tl.where(newest[:, None], of, 0), 0) + column
     new_k, new_v = tl.load(k_ptr + at)[None, :], tl.load(v_ptr + at)[None, :]

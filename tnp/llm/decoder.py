@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tnp.llm.sizes import Sizes
+from tnp.ops.quantized_linear.definition import GROUPS
 from tnp.ops.quantized_linear.quantizer import QuantizedWeight, quantize_weight
 from tnp.util import tensor_archive
 from tnp.util.checks import visible_device
@@ -154,6 +155,8 @@ class Decoder:
         Raises:
             ValueError: bits or group do not fit, or the decoder is quantized already.
         """
+        if group is not None and group not in GROUPS:
+            raise ValueError(f"group is {group!r}: it must be 32, 64, 128 or None")
 
         def coded(linear: Linear, bits: int) -> Linear:
             if isinstance(linear.weight, QuantizedWeight):

@@ -1,7 +1,7 @@
-"""Computes a decoding step in six launches a layer, with kernels for a few rows.
+"""Computes a decoding step in five or six launches a layer, with kernels for a few rows.
 
     sum, norm, q k v, rotation, write to the cache      one product
-    attention, sum of its parts                         `decode_attention`
+    attention                                           one launch for a short cache, else two
     output                                              one product
     sum, norm, gate and up, SwiGLU or GELU              one product
     down                                                one product
@@ -26,7 +26,7 @@ from tnp.dispatch.devices import of_device
 from tnp.dispatch.launcher import Bound
 from tnp.llm.attention_kernel import attend_kernel
 from tnp.llm.cache import Cache
-from tnp.llm.decoder import Decoder, Layer, Linear, Norm
+from tnp.llm.decoder import Decoder, Layer, Linear, Norm, mapped
 from tnp.llm.step_kernels import choice_kernel, embed_kernel, heads_kernel
 from tnp.llm.tokens import Tokens
 from tnp.llm.torch_step import TorchStep
@@ -37,8 +37,8 @@ from tnp.ops.decode_attention import decode_attention
 from tnp.ops.rms_norm import add_rms_norm
 
 PARTS_AT_ONCE = 1024  # of a row's largest logits
-# Keys of a part of attention, and the most parts, and pairs of a sequence and a kv head, that
-# `attend_kernel` is used for.
+# `attend_kernel` splits a cache into parts of SPLIT keys. It serves up to MOST_SPLITS parts, and up
+# to MOST_PAIRS pairs of a sequence and a kv head.
 SPLIT, MOST_SPLITS, MOST_PAIRS = 128, 16, 16
 
 
@@ -52,12 +52,20 @@ class Places(NamedTuple):
     page: int
 
 
+def _dense(x: Tensor) -> Tensor:
+    """Returns a tensor as kernels read it: contiguous, from a multiple of 16 bytes on."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
 class FusedStep(TorchStep):
     """Computes one token of each sequence with fused kernels, and prompts with operators."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._target = of_device(decoder.device)
-        super().__init__(decoder, "auto" if self._target.kind == "cuda" else "torch")
+        super().__init__(
+            mapped(decoder, _dense), "auto" if self._target.kind == "cuda" else "torch"
+        )
         self._chain = chained(self._target)
         self._bounds: dict[tuple, tuple[Bound, int]] = {}
         self._zeros: dict[int, Tensor] = {}
@@ -125,10 +133,10 @@ class FusedStep(TorchStep):
             else:
                 x, qkv = self._normed_product(x, update, layer.attention_norm, layer.qkv)
                 self._write_heads(layer, qkv, q, places, cache.lengths)
-            update = self._added(self._attended(q, places, cache, i), layer.out)
+            update = self._linear_of(self._attended(q, places, cache, i), layer.out)
             epilogue = "swiglu" if s.gated else "gelu"
             x, h = self._normed_product(x, update, layer.mlp_norm, layer.up, epilogue)
-            update = self._added(h, layer.down)
+            update = self._linear_of(h, layer.down)
         return x, update
 
     def _attended(self, q: Tensor, places: Places, cache: Cache, i: int) -> Tensor:
@@ -154,7 +162,7 @@ class FusedStep(TorchStep):
         return o
 
     def _counts(self, batch: int) -> Tensor:
-        """Returns zeros, how many parts of each sequence and kv head are there."""
+        """Returns a counter, zero, for each sequence and kv head: see `attend_kernel`."""
         if batch not in self._zeros:
             n = batch * self.decoder.sizes.n_kv_heads
             self._zeros[batch] = torch.zeros(n, dtype=torch.int32, device=self.decoder.device)
@@ -163,10 +171,10 @@ class FusedStep(TorchStep):
     def _is_short(self, batch: int, splits: int) -> bool:
         """Returns whether a cache is read in parts by `attend_kernel`."""
         s = self.decoder.sizes
-        is_power = s.head_dim == triton.next_power_of_2(s.head_dim)
-        return is_power and splits <= MOST_SPLITS and batch * s.n_kv_heads <= MOST_PAIRS
+        fits = s.head_dim in (16, 32, 64, 128, 256)
+        return fits and splits <= MOST_SPLITS and batch * s.n_kv_heads <= MOST_PAIRS
 
-    def _added(self, x: Tensor, linear: Linear) -> Tensor:
+    def _linear_of(self, x: Tensor, linear: Linear) -> Tensor:
         """Returns a linear layer of x."""
         if len(x) > FEW:
             return self._linear(x, linear)
@@ -255,7 +263,7 @@ class FusedStep(TorchStep):
             n_heads=s.n_heads, n_kv_heads=s.n_kv_heads, page=places.page if places else 0,
         )  # fmt: skip
         integers = places.integers if places else (0, 0, 0, 0, 0, 0)
-        key = product, integers
+        key = product, integers, norm and norm.weight.dtype, product.bias and linear.bias.dtype
         if key not in self._bounds:
             config = config_of(product, self._target)
             programs, constants = launch_of(product, config, self._target, constant=True)

@@ -148,7 +148,7 @@ def generate(
         temperature, top_k, top_p: how tokens are chosen, see `tnp.llm.sampling.Sampling`.
         eos_token_id: one id or several that end a sequence. The result then has `pad_token_id`
             behind the end, and as many columns as the longest sequence needs.
-        pad_token_id: None: the first of `eos_token_id`.
+        pad_token_id: an id of the vocabulary; None: the first of `eos_token_id` that is one.
         lengths: int32 [B], the tokens of each prompt, from 1 to T; None: T.
         generator: of the random numbers, on the decoder's device; None: PyTorch's own.
         implementation: the step's, a name of `tnp.llm.steps.step_of`.
@@ -169,12 +169,17 @@ def generate(
         require_tensors(lengths=lengths)
         require_lengths(ids, lengths=lengths)
         require_between("lengths", lengths.cpu(), 1, ids.shape[1])
-    stops = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id or ())
-    for stop in stops:
-        require_count("eos_token_id", stop, 0)
+    if eos_token_id is None:
+        stops: tuple[int, ...] = ()
+    else:
+        stops = tuple(eos_token_id) if isinstance(eos_token_id, Sequence) else (eos_token_id,)
+    stops = tuple(require_count("eos_token_id", stop, 0) for stop in stops)
+    vocab = decoder.sizes.vocab
+    pad = next((stop for stop in stops if stop < vocab), 0)
     if pad_token_id is not None:
-        require_count("pad_token_id", pad_token_id, 0)
-    pad = (stops or (0,))[0] if pad_token_id is None else pad_token_id
+        pad = require_count("pad_token_id", pad_token_id, 0)
+        if pad >= vocab:
+            raise ValueError(f"pad_token_id is {pad}: it must lie between 0 and {vocab - 1}")
     capacity = ids.shape[1] + n - 1
     rounded = min(-(-capacity // ROUND) * ROUND, max(capacity, decoder.sizes.longest))
     key = len(ids), sampling, stops, pad, implementation

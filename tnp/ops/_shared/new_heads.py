@@ -16,7 +16,8 @@ def store_heads(
     """Rotates pairs [P, B] of q and k by their row's position, and writes q, k and v.
 
     `one` and `two` are outputs `low` and `low` + HALF of rows `rows`, of [q, k, v]. A row's
-    position is its length less one. Nothing is written to the cache if it is not below `capacity`.
+    position is its length less one. A row whose position is not in 0 … capacity − 1 writes no key
+    and no value.
     PAGE: keys of a page, or 0 for a contiguous cache, which has a row for each of `rows`. Nothing
     is written to a page below 0 or from `n_pages` on. The strides are of a row or page, of a
     head, and of a key.

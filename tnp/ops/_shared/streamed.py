@@ -406,7 +406,7 @@ def streamed_kernel(
             y += tl.load(bias_ptr + outputs).to(tl.float32)[:, None]
 
         if EPILOGUE == "best":
-            # Of equal ones the first is the best, and NaN is larger than any number, as in PyTorch.
+            # Of equal ones the first is the best, as in PyTorch. NaN counts as infinity.
             # Logits are rounded first, so that the choice is that of stored logits.
             y = cast(y, dtype).to(tl.float32)
             y = tl.where(y == y, y, float("inf"))
@@ -479,7 +479,7 @@ class Product:
 
 
 def config_of(product: Product, target: Target) -> Config:
-    """Returns how a product is launched: few programs with many bytes in flight each."""
+    """Returns how a product is launched: each program has many bytes in flight."""
     if product.n_rows <= 2:
         return Config(1, 1, 2048, 4 if product.n_in <= 2048 else 8)
     # Every program reads and normalizes all rows, which takes longer than one tile.
