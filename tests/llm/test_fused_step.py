@@ -237,3 +237,14 @@ def test_decoders_that_it_cannot_compute_are_refused(monkeypatch):
         error=RuntimeError,
     )
     made(decoder)()
+
+
+def test_pages_that_attention_cannot_read_are_refused_before_anything_is_written():
+    decoder = drawn("llama", n_layers=1)
+    s = decoder.sizes
+    sizes = {"n_layers": 1, "n_kv_heads": s.n_kv_heads, "head_dim": s.head_dim}
+    pool = PagedCache(4, page=24, **sizes, dtype=decoder.dtype, device=DEVICE)
+    cache = Cache.of_pages(pool, [pool.allocate()], 20)
+    with pytest.raises(ValueError, match="pages have 24 tokens: they must be multiples of 16"):
+        FusedStep(decoder)(torch.zeros(1, dtype=torch.int64, device=DEVICE), cache)
+    assert not cache.lengths.any()

@@ -1,9 +1,9 @@
 """Times language models that write new tokens after random prompts: `FORMS`, in turn.
 
-All forms of a job run in one process. A call begins on an idle device. It takes prompts of equal
-lengths, which no other form has, and returns `n_new` tokens of each; no end of a sequence is looked
-for. A shorter call writes one token. The difference of the two, over the tokens between, is
-a token's time. The shorter call is the prompt's.
+All forms of a job run in one process. A call begins on an idle device. Its prompts have one length,
+and no two forms get the same prompts in timed calls. It returns `n_new` tokens of each; no end of a
+sequence is looked for. A shorter call writes one token, and is the prompt's. A token's time is
+(long call − short call) / (n_new − 1).
 """
 
 from __future__ import annotations

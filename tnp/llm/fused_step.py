@@ -33,7 +33,7 @@ from tnp.llm.torch_step import TorchStep
 from tnp.ops._shared.few_rows import FEW, chained
 from tnp.ops._shared.streamed import Product, config_of, launch_of, streamed_kernel
 from tnp.ops.attention.primitives import LOG2_E
-from tnp.ops.decode_attention import decode_attention
+from tnp.ops.decode_attention import PAGE_MULTIPLE, decode_attention
 from tnp.ops.rms_norm import add_rms_norm
 
 PARTS_AT_ONCE = 1024  # of a row's largest logits
@@ -115,6 +115,11 @@ class FusedStep(TorchStep):
     def _hidden_step(self, ids: Tensor, cache: Cache) -> tuple[Tensor, Tensor]:
         """Returns the residual stream [B, width] and the last update, which is not yet added."""
         d, s, batch = self.decoder, self.decoder.sizes, len(ids)
+        if cache.page_table is not None and cache.keys[0].shape[2] % PAGE_MULTIPLE:
+            raise ValueError(
+                f"pages have {cache.keys[0].shape[2]} tokens: they must be multiples of "
+                f"{PAGE_MULTIPLE}"
+            )
         x = d.embedding.new_empty(batch, s.width)
         embed_kernel[(batch,)](
             d.embedding, d.embedding if d.positions is None else d.positions, ids, cache.lengths, x,

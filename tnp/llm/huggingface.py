@@ -300,7 +300,7 @@ def decode(
     return torch.cat((input_ids, new), 1)
 
 
-# What a prepared call may hold. Its logits processors, in their order, by what is read of each.
+# Maps each logits processor that `decode` takes, in the order that it must have, to its attribute.
 WARPERS = {
     "TemperatureLogitsWarper": "temperature",
     "TopKLogitsWarper": "top_k",
@@ -308,7 +308,7 @@ WARPERS = {
 }
 CRITERIA = ("MaxLengthCriteria", "EosTokenCriteria")
 MODES = ("greedy_search", "sample")
-# Arguments of a model that say how it computes, and not what.
+# Arguments that `decode` ignores, because they do not change the tokens.
 IGNORED = ("use_cache", "logits_to_keep", "tokenizer")
 
 

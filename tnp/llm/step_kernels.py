@@ -1,4 +1,4 @@
-"""Launches what stands beside the products of a decoding step: embedding, heads, the choice.
+"""Defines the kernels of a decoding step beside its products: embedding, heads, the choice.
 
 All of them are links of a chain of launches: see `tnp.ops._shared.few_rows`.
 """
@@ -74,10 +74,10 @@ def choice_kernel(
     best_ptr, best_id_ptr, ids_ptr, block_ptr, place_ptr, ended_ptr, stops_ptr, n_parts, n_rows,
     n_stops, pad, PARTS: tl.constexpr, STOPS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Takes the largest logit of a row's parts in each program, the lowest id of equal ones.
+    """Finds a row's largest logit in each program, the lowest id of equal ones.
 
-    Writes the id as the sequence's last token and at its place of the block, unless the sequence
-    has ended.
+    Writes the id as the sequence's last token and at its place in the block, or `pad` if the
+    sequence has ended.
     """
     b = tl.program_id(0)
     follow(CHAINED)

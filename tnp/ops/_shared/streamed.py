@@ -45,7 +45,7 @@ class Config(KernelConfig):
 
     blocks: 16 · blocks outputs are a tile.
     tiles: tiles of a program, one after another. A tile's weight is loaded ahead.
-    columns: of a weight that a program holds at once.
+    columns: of the weight that a program loads at once.
     num_warps: warps of a program.
     """
 
@@ -55,7 +55,7 @@ class Config(KernelConfig):
     num_warps: int
 
 
-# Four int8 codes are two pairs of bfloat16: the low seven bits and the sign, as 128 + number each.
+# A code is split into its low seven bits and its sign. Both become bfloat16; one fma joins them.
 _INT8_BFLOAT16 = tl.constexpr("""{
 .reg .b32 a, b, s, t, one;
 mov.b32 one, 0xBF80BF80;
@@ -68,7 +68,7 @@ and.b32 b, b, 0xFF7FFF7F;
 fma.rn.bf16x2 $0, s, one, a;
 fma.rn.bf16x2 $1, t, one, b;
 }""")
-# A byte is 1,024 + itself in float16.
+# A byte b becomes the float16 number 1,024 + b. Then 1,152 is subtracted.
 _INT8_FLOAT16 = tl.constexpr("""{
 .reg .b32 u, a, b, c;
 mov.b32 c, 0x64806480;
@@ -203,9 +203,9 @@ def _operand(w, dtype: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr):
 def _inner_last(x, BITS: tl.constexpr, L: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr):
     """Returns rows x [BM, PARTS · EACH] as the right operand [PARTS, EACH, BM].
 
-    A thread of four has as many neighbours of a row as Triton gives it of an operand that is made
-    of BITS bits. With another order results would be the same, but the weight would pass through
-    shared memory.
+    Triton gives each of four threads 32 / BITS neighbouring columns of a row of such weights, and x
+    gets the same order. With another order results would be the same, but the weight would pass
+    through shared memory.
     """
     ROWS: tl.constexpr = x.shape[0]
     x = tl.reshape(x, [ROWS, PARTS, L, 4, C * BITS // 32, 32 // BITS])
