@@ -284,7 +284,7 @@ def _timed(
         row |= summarize(short.samples_ms, "prompt_ms")
         row |= summarize(_token_ms(long, short, asked.n_new), "token_ms")
         row["tokens_per_s"] = 1e3 * asked.batch / row["token_ms_p50"]
-        # What is counted besides must not lose what has been timed.
+        # A failure to count must not lose the times.
         for column, found in (("bare_ms", _bare_ms), ("n_kernels", _n_kernels)):
             try:
                 row[column] = found(writer, asked)

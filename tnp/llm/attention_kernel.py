@@ -56,7 +56,7 @@ def attend_kernel(
     at = tl.max(tl.where(newest[:, None], of, 0), 0) + column
     new_k, new_v = tl.load(k_ptr + at)[None, :], tl.load(v_ptr + at)[None, :]
     seen = key < length
-    # What stands behind the length may be anything.
+    # Memory behind the length may hold anything.
     v = tl.where(newest[:, None], new_v, tl.where(seen[:, None], v, 0.0))
     s = dot(q, tl.trans(tl.where(newest[:, None], new_k, k))) * scale_log2
     s = tl.where(seen[None, :], s, float("-inf"))

@@ -74,11 +74,6 @@ class Cache:
         cache.capacity, cache.is_empty = most + n_tokens, most == 0
         return cache
 
-    @property
-    def batch(self) -> int:
-        """Returns the number of sequences."""
-        return len(self.lengths)
-
     def reset(self) -> None:
         """Forgets all tokens. Their memory is not changed."""
         self.lengths.zero_()

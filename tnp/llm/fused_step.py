@@ -42,8 +42,8 @@ PARTS_AT_ONCE = 1024  # of a row's largest logits
 SPLIT, MOST_SPLITS, MOST_PAIRS = 128, 16, 16
 
 
-class Places(NamedTuple):
-    """Holds where a layer's new keys and values are written, for `store_heads`."""
+class LayerCache(NamedTuple):
+    """Holds a layer's keys and values, and where `store_heads` writes new ones."""
 
     keys: Tensor
     values: Tensor
@@ -144,7 +144,7 @@ class FusedStep(TorchStep):
             update = self._linear_of(h, layer.down)
         return x, update
 
-    def _attended(self, q: Tensor, places: Places, cache: Cache, i: int) -> Tensor:
+    def _attended(self, q: Tensor, places: LayerCache, cache: Cache, i: int) -> Tensor:
         """Returns attention's results [B, H · D] for q [B, H · D]."""
         s, batch = self.decoder.sizes, len(q)
         splits = triton.cdiv(places.integers[3], SPLIT)
@@ -214,17 +214,17 @@ class FusedStep(TorchStep):
             x, update, norm.weight, eps=self.decoder.sizes.eps, implementation=self._implementation
         )
 
-    def _places(self, cache: Cache, layer: int) -> Places:
+    def _places(self, cache: Cache, layer: int) -> LayerCache:
         keys, values, longest = cache.keys[layer], cache.values[layer], self.decoder.sizes.longest
         if cache.page_table is None:
             integers = *keys.stride()[:3], cache.capacity, 0, 0
-            return Places(keys, values, cache.lengths, integers, 0)
+            return LayerCache(keys, values, cache.lengths, integers, 0)
         page, width = keys.shape[2], cache.page_table.shape[1]
         integers = *keys.stride()[:3], min(width * page, longest), width, len(keys)
-        return Places(keys, values, cache.page_table, integers, page)
+        return LayerCache(keys, values, cache.page_table, integers, page)
 
     def _write_heads(
-        self, layer: Layer, qkv: Tensor, q: Tensor, places: Places, lengths: Tensor
+        self, layer: Layer, qkv: Tensor, q: Tensor, places: LayerCache, lengths: Tensor
     ) -> None:
         """Normalizes and rotates heads, and writes q and the cache."""
         d, s = self.decoder, self.decoder.sizes
@@ -252,7 +252,7 @@ class FusedStep(TorchStep):
         linear: Linear,
         epilogue: str,
         y: Tensor,
-        places: Places | None = None,
+        places: LayerCache | None = None,
         lengths: Tensor | None = None,
         best: Sequence[Tensor] = (),
     ) -> tuple[int, Tensor]:

@@ -37,8 +37,7 @@ CLASSES = {
 }
 # Rotations whose frequencies do not depend on how long a sequence is.
 ROTATIONS = ("default", "linear", "llama3", "yarn")
-# What a configuration may say, by name: the values that the reader knows. A name that a
-# configuration does not have passes.
+# Maps a field of a configuration to the values that the reader supports. A missing field passes.
 KNOWN = {
     "hidden_act": ("silu", "swish"),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),

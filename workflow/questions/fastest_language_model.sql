@@ -1,4 +1,4 @@
--- What serves this model fastest at this batch, here and in others' publications?
+-- Which system serves this model fastest at this batch, here and in others' publications?
 select model, weights, batch, n_prompt, hardware, max_by(system, tokens_per_s) as fastest,
     round(max(tokens_per_s)) as tokens_per_s, max_by(source, tokens_per_s) as source
 from (

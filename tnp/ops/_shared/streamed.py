@@ -3,7 +3,7 @@
     x' = x + update             the residual sum, written by one program of all
     x̂ = norm(x')                RMSNorm or LayerNorm
     y = x̂ wᵀ + bias             w in 16 bits, or codes of 8 or 4 bits with a scale for each group
-    then SiLU, SwiGLU or GELU
+    then SwiGLU or GELU, or heads to a cache, or the largest of y
 
 A program computes tiles of 16 outputs of all rows. The weight is the left operand of the product,
 so a few rows are the narrow side of the tensor core's instruction (m16n8k16). A thread loads 16
@@ -32,7 +32,7 @@ from tnp.ops._shared.few_rows import chained, follow
 from tnp.ops._shared.new_heads import store_heads
 from tnp.ops._shared.primitives import INTERPRETED, KernelConfig, add_dot, cast
 from tnp.ops._shared.rows import load_rows, row_offsets
-from tnp.ops._shared.triton_matmul import sigmoid
+from tnp.ops._shared.triton_matmul import silu
 
 LEAST = tl.constexpr(8)  # rows of the tensor core's instruction
 LOAD = 16  # bytes that a thread loads at once
@@ -232,18 +232,10 @@ def _sum(
 
 
 @triton.jit
-def activated(z, gate, EPILOGUE: tl.constexpr, dtype: tl.constexpr):
-    """Returns z after the epilogue's function; SwiGLU takes the gate besides."""
-    if EPILOGUE == "swiglu":
-        # Gate and up are rounded to the dtype of activations, as two separate products would be.
-        gate = cast(gate, dtype).to(tl.float32)
-        return gate * sigmoid(gate, dtype) * cast(z, dtype).to(tl.float32)
-    if EPILOGUE == "silu":
-        return z * sigmoid(z, dtype)
-    if EPILOGUE == "gelu":
-        inner = SQRT_2_OVER_PI * (z + 0.044715 * z * z * z)
-        return z * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner)))
-    return z
+def _gelu(z):
+    """Returns GELU in its tanh form."""
+    inner = SQRT_2_OVER_PI * (z + 0.044715 * z * z * z)
+    return z * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner)))
 
 
 @triton.jit
@@ -406,7 +398,7 @@ def streamed_kernel(
             y += tl.load(bias_ptr + outputs).to(tl.float32)[:, None]
 
         if EPILOGUE == "best":
-            # Of equal ones the first is the best, as in PyTorch. NaN counts as infinity.
+            # The first of equal ones is the best, as in PyTorch. NaN counts as infinity.
             # Logits are rounded first, so that the choice is that of stored logits.
             y = cast(y, dtype).to(tl.float32)
             y = tl.where(y == y, y, float("inf"))
@@ -423,7 +415,9 @@ def streamed_kernel(
             if EPILOGUE == "swiglu":
                 to = y_ptr + of_y[None, :] * (n_out // 2) + pair[:, None]
                 mask = (pair < n_out // 2)[:, None] & in_y[None, :]
-                tl.store(to, cast(activated(two, one, EPILOGUE, dtype), dtype), mask=mask)
+                # Gate and up are rounded first, as two products in this dtype would be.
+                gate, up = cast(one, dtype).to(tl.float32), cast(two, dtype).to(tl.float32)
+                tl.store(to, cast(silu(gate, dtype) * up, dtype), mask=mask)
             elif EPILOGUE == "heads" or EPILOGUE == "rotated heads":
                 store_heads(
                     y_ptr, keys_ptr, values_ptr, table_ptr, cos_ptr, sin_ptr, lengths_ptr, one, two,
@@ -432,13 +426,12 @@ def streamed_kernel(
                 )  # fmt: skip
             else:
                 to = y_ptr + of_y[None, :] * n_out + low[:, None]
-                of: tl.constexpr = y_ptr.dtype.element_ty
-                one = activated(one, one, EPILOGUE, dtype)
-                two = activated(two, two, EPILOGUE, dtype)
+                if EPILOGUE == "gelu":
+                    one, two = _gelu(one), _gelu(two)
                 mask = (low < n_out)[:, None] & in_y[None, :]
-                tl.store(to, cast(one, of), mask=mask)
+                tl.store(to, cast(one, dtype), mask=mask)
                 mask = (low + HALF < n_out)[:, None] & in_y[None, :]
-                tl.store(to + HALF, cast(two, of), mask=mask)
+                tl.store(to + HALF, cast(two, dtype), mask=mask)
     if EPILOGUE == "best":
         to = tl.program_id(0) * n_rows + of_y
         tl.store(best_ptr + to, best, mask=in_y)
