@@ -1,0 +1,478 @@
+"""Multiplies by weights of 8 and 4 bits on Hopper, with tensor cores that read codes in registers.
+
+    yᵀ = Σ_g scale_g ∘ ((codes_g − zeros_g) x_gᵀ) + bias
+
+A program keeps one multiprocessor. A producer warp brings codes and x by TMA, and two warpgroups
+multiply. Each has its own outputs. A thread reads the words of its outputs from shared memory,
+makes its numbers of the left operand from them, and multiplies from these registers. The order of
+codes in memory and the instruction's order agree: of a word of eight 4-bit codes, each of the four
+threads that share a row needs one neighbouring pair; of 8-bit codes, half a word.
+
+While a warpgroup makes the next numbers, the tensor cores multiply the numbers before. Integers
+are exact in 16 bits. The float32 sum of a group is multiplied by the group's scales, while the
+other warpgroup multiplies. With SCALED the numbers are multiplied by their scales instead, and
+rounded: the weight is then the one that `torch` makes.
+
+Steps of all tiles are shared out equally, so a tile may belong to several programs (Stream-K, Osama
+et al., arXiv 2301.03598). Each of them leaves a part, and a second launch adds parts in their
+order.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tnp.dispatch.launcher import Bound
+from tnp.ops._shared.few_rows import follow
+from tnp.ops._shared.hopper_primitives import barriers, structure
+from tnp.ops._shared.primitives import KernelConfig, cast
+
+CONSUMERS = gl.constexpr(2)
+REGISTERS = gl.constexpr(240)
+
+
+@dataclass(frozen=True)
+class Config(KernelConfig):
+    """Sets a tile.
+
+    rows: of x in a tile. outputs: of a tile, 128 or 256. inputs: of a step, which a stage holds.
+    sub: inputs that are converted at a time. stages: steps in flight.
+    scaled: whether scales multiply the numbers, not the sums.
+    least: steps of a program, at least. Fewer programs leave fewer parts.
+    """
+
+    rows: int
+    outputs: int
+    inputs: int
+    sub: int
+    stages: int
+    scaled: bool = False
+    least: int = 1
+
+
+@structure
+class Steps:
+    """Holds shared memory, barriers, and a program's share of the steps."""
+
+    codes: gl.shared_memory_descriptor
+    x: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    begin: gl.tensor
+    end: gl.tensor
+    n_steps: gl.tensor  # of a tile
+    n_row_tiles: gl.tensor
+    STAGES: gl.constexpr
+
+
+@gluon.constexpr_function
+def operand_ptx(bits, dtype, zeros, scaled):
+    """Returns PTX that makes two pairs of numbers from two words.
+
+    $2, $3: words. $4, $5: for 4 bits how far the pair is shifted, for 8 bits the bytes of the pair
+    as an operand of `prmt`. Then follow twice what is added, if `zeros`; and twice the scales, if
+    `scaled`.
+    """
+    kind = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    high = dtype != gl.bfloat16
+    lines = [".reg .b32 a, s, one, c;"]
+    lines += [f"mov.b32 one, {'0x3C003C00' if high else '0x3F803F80'};"]
+    for i in range(2):
+        out, word, place = f"${i}", f"${2 + i}", f"${4 + i}"
+        added = f"${6 + i}" if zeros else "c"
+        if bits == 4:
+            # 128 + code in bfloat16, 1,024 + code in float16
+            base = "0x64006400" if high else "0x43004300"
+            lines += [f"shr.u32 s, {word}, {place};"]
+            lines += [f"lop3.b32 a, s, 0x000F000F, {base}, 0xEA;"]
+            lines += [f"mov.b32 c, {'0xE408E408' if high else '0xC308C308'};"]
+            lines += [f"fma.rn.{kind} {out}, a, one, {added};"]
+        elif high:
+            # The byte less its sign becomes 1,024 + code; 1,152 is subtracted.
+            lines += [f"prmt.b32 a, {word}, 0x64646464, {place};", "xor.b32 a, a, 0x00800080;"]
+            lines += ["mov.b32 c, 0xE480E480;"]
+            lines += [f"fma.rn.{kind} {out}, a, one, {added};"]
+        else:
+            # The low seven bits become 128 + bits. The sign makes 256 of the 128 to subtract.
+            lines += [f"prmt.b32 a, {word}, 0x43434343, {place};"]
+            lines += ["and.b32 s, a, 0xFF80FF80;", "and.b32 a, a, 0xFF7FFF7F;"]
+            lines += ["mov.b32 c, 0xBF80BF80;"]
+            lines += [f"fma.rn.{kind} {out}, s, c, a;"]
+            if zeros:
+                lines += [f"fma.rn.{kind} {out}, {out}, one, {added};"]
+        if scaled:
+            lines += [f"mul.rn.{kind} {out}, {out}, ${(8 if zeros else 6) + i};"]
+    return "{" + "\n".join(lines) + "}"
+
+
+@gluon.constexpr_function
+def word_layout(bits, rows, words):
+    """Returns the layout of words [rows, words, parts]. Threads of a row have a part each.
+
+    `rows` is 64 or 128, and a thread has rows g, g + 8 (and g + 64, g + 72).
+    """
+    k = [[0, 1 << i, 0] for i in range(words.bit_length() - 1)]
+    if bits == 4:
+        lanes = [[0, 0, 1], [0, 0, 2]]
+    else:
+        lanes = [[0, 0, 1], [0, 1, 0]]
+        k = k[1:]
+    lanes += [[1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    high = [[8, 0, 0]] + ([[64, 0, 0]] if rows == 128 else [])
+    return gl.DistributedLinearLayout(
+        reg_bases=k + high, lane_bases=lanes, warp_bases=[[16, 0, 0], [32, 0, 0]], block_bases=[],
+        shape=[rows, words, 4 if bits == 4 else 2],
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def sums_layout(rows):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 16])
+
+
+@gluon.jit
+def twice(bits16):
+    """Returns int16 in both halves of int32."""
+    wide = bits16.to(gl.int32) & 0xFFFF
+    return wide | (wide << 16)
+
+
+@gluon.jit
+def zero_points(zeros, dtype: gl.constexpr, BITS: gl.constexpr):
+    """Returns what is added to raised codes, in both halves of a word, for uint8 zero points."""
+    if BITS == 8 and dtype == gl.bfloat16:
+        return twice((128 - zeros.to(gl.int32)).to(dtype).to(gl.int16, bitcast=True))
+    else:
+        base: gl.constexpr = 128 if dtype == gl.bfloat16 else 1024
+        return twice((-base - zeros.to(gl.int32)).to(dtype).to(gl.int16, bitcast=True))
+
+
+@gluon.jit
+def group_of(
+    step, sub: gl.constexpr, n_groups, GROUP: gl.constexpr, INPUTS: gl.constexpr, SUB: gl.constexpr
+):  # fmt: skip
+    """Returns the group of numbers that are made together; the last for numbers past the end."""
+    if GROUP == 0:
+        return 0
+    else:
+        return gl.minimum((step * INPUTS + sub * SUB) // GROUP, n_groups - 1)
+
+
+@gluon.jit
+def operand(
+    steps, step, sub: gl.constexpr, WARPGROUP: gl.constexpr, of_group, scales_ptr, zeros_ptr,
+    in_outputs, dtype: gl.constexpr, BITS: gl.constexpr, HAS_ZEROS: gl.constexpr,
+    SCALED: gl.constexpr, N: gl.constexpr, SUB: gl.constexpr, OPERAND: gl.constexpr,
+):  # fmt: skip
+    """Returns SUB of a step's inputs as the left operand [N, SUB]."""
+    W: gl.constexpr = SUB * BITS // 32
+    LAYOUT: gl.constexpr = word_layout(BITS, N, W)
+    PARTS: gl.constexpr = 4 if BITS == 4 else 2
+    codes = steps.codes.index(step % steps.STAGES).slice(WARPGROUP * N, N, dim=0)
+    words = codes.slice(sub * W, W, dim=1).load(gl.SliceLayout(2, LAYOUT))
+    part = gl.arange(0, PARTS, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
+    part = gl.expand_dims(gl.expand_dims(part, 0), 0)
+    # For 8 bits `prmt` takes bytes 0, 1 or 2, 3 of the word.
+    place = part * 4 if BITS == 4 else 0x4140 + part * 0x0202
+    args = [gl.expand_dims(words, 2), place]
+    if HAS_ZEROS:
+        zeros = gl.load(zeros_ptr + of_group, mask=in_outputs, other=0)
+        added = zero_points(zeros, dtype, BITS)
+        args = args + [gl.expand_dims(gl.expand_dims(added, 1), 2)]
+    if SCALED:
+        scales = gl.load(scales_ptr + of_group, mask=in_outputs, other=0.0)
+        pairs = twice(scales.to(gl.int16, bitcast=True))
+        args = args + [gl.expand_dims(gl.expand_dims(pairs, 1), 2)]
+    CONSTRAINTS: gl.constexpr = "=r,=r" + ",r,r" * (2 + HAS_ZEROS + SCALED)
+    one, two = gl.inline_asm_elementwise(
+        operand_ptx(BITS, dtype, HAS_ZEROS, SCALED), CONSTRAINTS, args,
+        dtype=(gl.int16, gl.int16), is_pure=True, pack=2,
+    )  # fmt: skip
+    if BITS == 4:
+        SHAPE: gl.constexpr = [N, W // 2, 2, 4]
+        both = gl.join(gl.reshape(one, SHAPE), gl.reshape(two, SHAPE))
+        both = gl.permute(both, (0, 1, 4, 3, 2))
+    else:
+        SHAPE: gl.constexpr = [N, W // 4, 2, 2, 2]
+        both = gl.join(gl.reshape(one, SHAPE), gl.reshape(two, SHAPE))
+        both = gl.permute(both, (0, 1, 5, 3, 4, 2))
+    numbers = gl.reshape(both, [N, W * 32 // BITS]).to(dtype, bitcast=True)
+    return gl.convert_layout(numbers, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def follow_gluon():
+    """Does the same as `tnp.ops._shared.few_rows.follow`."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def produce(steps, codes_desc, x_desc, INPUTS: gl.constexpr, WORDS: gl.constexpr):
+    """Loads codes and x of all steps, in the producer."""
+    N: gl.constexpr = codes_desc.block_type.shape[0]
+    M: gl.constexpr = x_desc.block_type.shape[0]
+    BYTES: gl.constexpr = codes_desc.block_type.nbytes + x_desc.block_type.nbytes
+    for i in range(steps.end - steps.begin):
+        at = steps.begin + i
+        tile = at // steps.n_steps
+        step = at % steps.n_steps
+        stage = i % steps.STAGES
+        full = steps.full.index(stage)
+        mbarrier.wait(steps.empty.index(stage), ((i // steps.STAGES) & 1) ^ 1)
+        mbarrier.expect(full, BYTES)
+        row = tile % steps.n_row_tiles * M
+        output = tile // steps.n_row_tiles * N
+        tma.async_copy_global_to_shared(
+            codes_desc, [output, step * WORDS], full, steps.codes.index(stage)
+        )
+        tma.async_copy_global_to_shared(x_desc, [row, step * INPUTS], full, steps.x.index(stage))
+
+
+@gluon.jit
+def consume(
+    steps, scales_ptr, zeros_ptr, bias_ptr, y_ptr, parts_ptr, n_rows, n_out, n_groups,
+    dtype: gl.constexpr, WARPGROUP: gl.constexpr, BITS: gl.constexpr, HAS_ZEROS: gl.constexpr,
+    HAS_BIAS: gl.constexpr, GROUP: gl.constexpr, INPUTS: gl.constexpr, SUB: gl.constexpr,
+    SCALED: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
+):  # fmt: skip
+    """Multiplies N outputs of each tile. GROUP is 0 if a row has one scale."""
+    SUMS: gl.constexpr = sums_layout(M)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    LAYOUT: gl.constexpr = word_layout(BITS, N, SUB * BITS // 32)
+    OF_SUMS: gl.constexpr = gl.SliceLayout(1, SUMS)
+    OF_WORDS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
+    SUBS: gl.constexpr = INPUTS // SUB
+    AT_END: gl.constexpr = SCALED or GROUP == 0  # all products are added in one sum
+    at = steps.begin
+    done = at * 0
+    while at < steps.end:
+        tile = at // steps.n_steps
+        first = at % steps.n_steps
+        n = gl.minimum(steps.n_steps - first, steps.end - at)
+        output = tile // steps.n_row_tiles * (CONSUMERS * N) + WARPGROUP * N
+        outputs = output + gl.arange(0, N, layout=OF_SUMS)
+        of_words = output + gl.arange(0, N, layout=OF_WORDS)
+        in_outputs = outputs < n_out
+        in_words = of_words < n_out
+        of_sums = outputs.to(gl.int64) * n_groups
+        of_words = of_words.to(gl.int64) * n_groups
+
+        sums = gl.zeros([N, M], gl.float32, SUMS)
+        some = gl.zeros([N, M], gl.float32, SUMS)
+        mbarrier.wait(steps.full.index(done % steps.STAGES), (done // steps.STAGES) & 1)
+        left = operand(
+            steps, done, 0, WARPGROUP, of_words + group_of(first, 0, n_groups, GROUP, INPUTS, SUB),
+            scales_ptr, zeros_ptr, in_words, dtype, BITS, HAS_ZEROS, SCALED, N, SUB, OPERAND,
+        )  # fmt: skip
+        before = left
+        for i in range(n):
+            x = steps.x.index(done % steps.STAGES)
+            # The numbers of the next step are made before this step's last product is complete. The
+            # last step reads its own codes again.
+            following = done + (i + 1 < n).to(gl.int32)
+            for j in gl.static_range(SUBS):
+                right = x.slice(j * SUB, SUB, dim=1).permute((1, 0))
+                if AT_END:
+                    sums = warpgroup_mma(left, right, sums, is_async=True)
+                    if j > 0:
+                        sums, _ = warpgroup_mma_wait(1, deps=[sums, before])
+                else:
+                    if j * SUB % GROUP == 0:
+                        group = group_of(first + i, j, n_groups, GROUP, INPUTS, SUB)
+                        scale = gl.load(scales_ptr + of_sums + group, mask=in_outputs, other=0.0)
+                    some = warpgroup_mma(
+                        left, right, some, use_acc=j * SUB % GROUP > 0, is_async=True
+                    )
+                    if j * SUB % GROUP > 0:
+                        some, _ = warpgroup_mma_wait(1, deps=[some, before])
+                before = left
+                if j + 1 < SUBS:
+                    group = group_of(first + i, j + 1, n_groups, GROUP, INPUTS, SUB)
+                    left = operand(
+                        steps, done, j + 1, WARPGROUP, of_words + group, scales_ptr, zeros_ptr,
+                        in_words, dtype, BITS, HAS_ZEROS, SCALED, N, SUB, OPERAND,
+                    )  # fmt: skip
+                else:
+                    mbarrier.wait(
+                        steps.full.index(following % steps.STAGES), (following // steps.STAGES) & 1
+                    )
+                    group = group_of(first + i + 1, 0, n_groups, GROUP, INPUTS, SUB)
+                    left = operand(
+                        steps, following, 0, WARPGROUP, of_words + group, scales_ptr, zeros_ptr,
+                        in_words, dtype, BITS, HAS_ZEROS, SCALED, N, SUB, OPERAND,
+                    )  # fmt: skip
+                if not AT_END and (j + 1) * SUB % GROUP == 0:
+                    some, _ = warpgroup_mma_wait(0, deps=[some, before])
+                    sums += some * scale.to(gl.float32)[:, None]
+                    # The sums are complete before the next product takes their place.
+                    sums, left = warpgroup_mma_wait(0, deps=[sums, left])
+            if AT_END:
+                sums, _ = warpgroup_mma_wait(0, deps=[sums, before])
+            mbarrier.arrive(steps.empty.index(done % steps.STAGES), count=1)
+            done += 1
+        if GROUP == 0 and not SCALED:
+            scale = gl.load(scales_ptr + of_sums, mask=in_outputs, other=0.0)
+            sums *= scale.to(gl.float32)[:, None]
+        if n == steps.n_steps:
+            if HAS_BIAS:
+                bias = gl.load(bias_ptr + outputs, mask=in_outputs, other=0.0)
+                sums += bias.to(gl.float32)[:, None]
+            STORED: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+            y = gl.convert_layout(sums.to(dtype), STORED)
+            rows = tile % steps.n_row_tiles * M + gl.arange(0, M, layout=gl.SliceLayout(0, STORED))
+            columns = output + gl.arange(0, N, layout=gl.SliceLayout(1, STORED))
+            to = rows.to(gl.int64)[None, :] * n_out + columns[:, None]
+            gl.store(y_ptr + to, y, mask=(rows < n_rows)[None, :] & (columns < n_out)[:, None])
+        else:
+            # The part of the tile in which the program begins, and of the one in which it ends.
+            slot = gl.program_id(0) * 2 + (at > steps.begin).to(gl.int32)
+            row = slot * (CONSUMERS * N) + WARPGROUP * N + gl.arange(0, N, layout=OF_SUMS)
+            column = gl.arange(0, M, layout=gl.SliceLayout(0, SUMS))
+            gl.store(parts_ptr + row.to(gl.int64)[:, None] * M + column[None, :], sums)
+        at += n
+
+
+@gluon.jit(do_not_specialize=["n_rows", "n_steps", "n_row_tiles", "n_tiles", "each"])
+def hopper_tiles_kernel(
+    codes_desc, x_desc, scales_ptr, zeros_ptr, bias_ptr, y_ptr, parts_ptr,
+    n_rows, n_out, n_groups, n_steps, n_row_tiles, n_tiles, each,
+    BITS: gl.constexpr, HAS_ZEROS: gl.constexpr, HAS_BIAS: gl.constexpr, GROUP: gl.constexpr,
+    ROWS: gl.constexpr, OUTPUTS: gl.constexpr, INPUTS: gl.constexpr, SUB: gl.constexpr,
+    STAGES: gl.constexpr, SCALED: gl.constexpr,
+):  # fmt: skip
+    """Computes `each` steps of all tiles' steps."""
+    dtype: gl.constexpr = x_desc.dtype
+    begin = gl.program_id(0) * each
+    follow_gluon()
+    steps = Steps(
+        gl.allocate_shared_memory(
+            codes_desc.dtype, [STAGES] + codes_desc.block_type.shape, codes_desc.layout
+        ),
+        gl.allocate_shared_memory(x_desc.dtype, [STAGES] + x_desc.block_type.shape, x_desc.layout),
+        barriers(STAGES, 1), barriers(STAGES, CONSUMERS), begin,
+        gl.minimum(begin + each, n_tiles * n_steps), n_steps, n_row_tiles, STAGES,
+    )  # fmt: skip
+    N: gl.constexpr = OUTPUTS // CONSUMERS
+    gl.warp_specialize(
+        [
+            (consume, (
+                steps, scales_ptr, zeros_ptr, bias_ptr, y_ptr, parts_ptr, n_rows, n_out, n_groups,
+                dtype, 0, BITS, HAS_ZEROS, HAS_BIAS, GROUP, INPUTS, SUB, SCALED, ROWS, N,
+            )),
+            (consume, (
+                steps, scales_ptr, zeros_ptr, bias_ptr, y_ptr, parts_ptr, n_rows, n_out, n_groups,
+                dtype, 1, BITS, HAS_ZEROS, HAS_BIAS, GROUP, INPUTS, SUB, SCALED, ROWS, N,
+            )),
+            (produce, (steps, codes_desc, x_desc, INPUTS, INPUTS * BITS // 32)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_steps", "n_row_tiles", "each"])
+def add_parts_kernel(
+    parts_ptr, bias_ptr, y_ptr, n_rows, n_out, n_steps, n_row_tiles, each,
+    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, PIECE: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Adds up the parts of PIECE outputs of a tile, if several programs have parts of it."""
+    PIECES: tl.constexpr = OUTPUTS // PIECE
+    AHEAD: tl.constexpr = 4  # parts that are loaded at a time
+    tile = tl.program_id(0) // PIECES
+    piece = tl.program_id(0) % PIECES * PIECE
+    first, last = tile * n_steps // each, ((tile + 1) * n_steps - 1) // each
+    follow(CHAINED)
+    if first < last:
+        within = tl.arange(0, PIECE)
+        rows = tl.arange(0, ROWS)
+        offs_n = tile // n_row_tiles * OUTPUTS + piece + within
+        offs_m = tile % n_row_tiles * ROWS + rows
+        acc = tl.zeros([PIECE, ROWS], tl.float32)
+        for some in tl.range(first, last + 1, AHEAD):
+            for i in tl.static_range(AHEAD):
+                program = some + i
+                slot = 2 * program + (program * each // n_steps < tile).to(tl.int32)
+                at = (slot * OUTPUTS + piece + within).to(tl.int64)
+                to = parts_ptr + at[:, None] * ROWS + rows[None, :]
+                acc += tl.load(to, mask=program <= last, other=0.0)
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + offs_n, mask=offs_n < n_out, other=0.0)
+            acc += bias.to(tl.float32)[:, None]
+        at = offs_m.to(tl.int64)[None, :] * n_out + offs_n[:, None]
+        mask = (offs_m < n_rows)[None, :] & (offs_n < n_out)[:, None]
+        tl.store(y_ptr + at, cast(acc, y_ptr.dtype.element_ty), mask=mask)
+
+
+IN_MEMORY = {"bfloat16": gl.bfloat16, "float16": gl.float16, "int32": gl.int32}
+
+
+def described(rows: int, columns: int) -> Callable[[Tensor], TensorDescriptor]:
+    """Returns a function that describes tiles [rows, columns] of a matrix."""
+
+    def descriptor(x: Tensor) -> TensorDescriptor:
+        dtype = IN_MEMORY[str(x.dtype).removeprefix("torch.")]
+        layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
+        return TensorDescriptor.from_tensor(x, [rows, columns], layout)
+
+    return descriptor
+
+
+def launch_of(
+    config: Config, multiprocessors: int, n_rows: int, n_in: int, n_out: int, n_groups: int,
+    bits: int, has_zeros: bool, has_bias: bool,
+) -> Callable:  # fmt: skip
+    """Returns the launch for x [n_rows, n_in], contiguous."""
+    n_steps = triton.cdiv(n_in, config.inputs)
+    n_row_tiles = triton.cdiv(n_rows, config.rows)
+    n_tiles = n_row_tiles * triton.cdiv(n_out, config.outputs)
+    each = max(triton.cdiv(n_tiles * n_steps, multiprocessors), config.least)
+    programs = triton.cdiv(n_tiles * n_steps, each)
+    words = config.inputs * bits // 32
+    kernel = Bound(
+        hopper_tiles_kernel, (programs,), n_rows, n_out, n_groups, n_steps, n_row_tiles, n_tiles,
+        each, maps=(described(config.outputs, words), described(config.rows, config.inputs)),
+        BITS=bits, HAS_ZEROS=has_zeros, HAS_BIAS=has_bias,
+        GROUP=0 if n_groups == 1 else n_in // n_groups, ROWS=config.rows, OUTPUTS=config.outputs,
+        INPUTS=config.inputs, SUB=config.sub, STAGES=config.stages, SCALED=config.scaled,
+        num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+    split = each % n_steps != 0
+    piece = 16
+    add = Bound(
+        add_parts_kernel, (n_tiles * (config.outputs // piece),), n_rows, n_out, n_steps,
+        n_row_tiles, each, HAS_BIAS=has_bias, ROWS=config.rows, OUTPUTS=config.outputs,
+        PIECE=piece, CHAINED=True, num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+
+    def launch(x: Tensor, weight, scales, zeros=None, bias=None) -> Tensor:
+        import torch
+
+        y = x.new_empty(n_rows, n_out)
+        parts = y
+        if split:
+            size = 2 * programs, config.outputs, config.rows
+            parts = x.new_empty(size, dtype=torch.float32)
+        zeros = scales if zeros is None else zeros
+        bias = scales if bias is None else bias
+        kernel(weight.view(torch.int32), x, scales, zeros, bias, y, parts)
+        if split:
+            add(parts, bias, y)
+        return y
+
+    return launch
