@@ -46,8 +46,9 @@ def attend_kernel(
     inside = (key < capacity)[:, None]
     k = tl.load(k_ptr + of + column[None, :], mask=inside, other=0.0)
     v = tl.load(v_ptr + of + column[None, :], mask=inside, other=0.0)
-    follow(CHAINED)
+    # The launch before writes no length, and all launches before that one are complete.
     length = tl.load(lengths_ptr + b)
+    follow(CHAINED)
     of_q = b * (N_HEADS * HEAD_DIM) + (h * GROUP + row) * HEAD_DIM
     in_rows = row < GROUP
     q = tl.load(q_ptr + of_q[:, None] + column[None, :], mask=in_rows[:, None], other=0.0)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from tnp.ops._shared.few_rows import follow
-from tnp.ops._shared.new_heads import store_heads
+from tnp.ops._shared.new_heads import angles, store_heads
 from tnp.ops._shared.primitives import cast
 from tnp.ops._shared.rows import load_rows
 
@@ -62,10 +62,14 @@ def heads_kernel(
         two = two * scale * load_rows(weight_ptr, HALF + i, mask)
     rows = b + tl.arange(0, 1)
     low = tl.where(mask, head * 2 * HALF + i, n_out)
+    place, cos, sin = angles(
+        cos_ptr, sin_ptr, lengths_ptr, low, rows, rows >= 0, capacity, HALF, N_HEADS + N_KV_HEADS,
+        ROTATES,
+    )  # fmt: skip
     store_heads(
-        q_ptr, keys_ptr, values_ptr, table_ptr, cos_ptr, sin_ptr, lengths_ptr, one[:, None],
-        two[:, None], low, n_out, rows, rows >= 0, stride_cb, stride_ch, stride_ct, capacity,
-        table_width, n_pages, dtype, HALF, N_HEADS, N_KV_HEADS, ROTATES, PAGE,
+        q_ptr, keys_ptr, values_ptr, table_ptr, one[:, None], two[:, None], place, cos, sin, low,
+        n_out, rows, rows >= 0, stride_cb, stride_ch, stride_ct, capacity, table_width, n_pages,
+        dtype, HALF, N_HEADS, N_KV_HEADS, ROTATES, PAGE,
     )  # fmt: skip
 
 

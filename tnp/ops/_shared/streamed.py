@@ -28,8 +28,8 @@ import triton
 import triton.language as tl
 
 from tnp.dispatch.devices import Target
-from tnp.ops._shared.few_rows import chained, follow
-from tnp.ops._shared.new_heads import store_heads
+from tnp.ops._shared.few_rows import chained, follow, prefetch_rows
+from tnp.ops._shared.new_heads import angles, store_heads
 from tnp.ops._shared.primitives import INTERPRETED, KernelConfig, add_dot, cast
 from tnp.ops._shared.rows import load_rows, row_offsets
 from tnp.ops._shared.triton_matmul import silu
@@ -56,7 +56,7 @@ class Config(KernelConfig):
 
 
 # A code is split into its low seven bits and its sign. Both become bfloat16; one fma joins them.
-_INT8_BFLOAT16 = tl.constexpr("""{
+INT8_BFLOAT16 = tl.constexpr("""{
 .reg .b32 a, b, s, t, one;
 mov.b32 one, 0xBF80BF80;
 prmt.b32 a, $2, 0x43434343, 0x4140;
@@ -69,7 +69,7 @@ fma.rn.bf16x2 $0, s, one, a;
 fma.rn.bf16x2 $1, t, one, b;
 }""")
 # A byte b becomes the float16 number 1,024 + b. Then 1,152 is subtracted.
-_INT8_FLOAT16 = tl.constexpr("""{
+INT8_FLOAT16 = tl.constexpr("""{
 .reg .b32 u, a, b, c;
 mov.b32 c, 0x64806480;
 xor.b32 u, $2, 0x80808080;
@@ -79,7 +79,7 @@ sub.rn.f16x2 $0, a, c;
 sub.rn.f16x2 $1, b, c;
 }""")
 # A word of eight 4-bit codes is four pairs: 128 + code in bfloat16, or 1,024 + code in float16.
-_INT4_BFLOAT16 = tl.constexpr("""{
+INT4_BFLOAT16 = tl.constexpr("""{
 .reg .b32 s, one, c;
 mov.b32 one, 0x3F803F80;
 mov.b32 c, 0xC308C308;
@@ -95,7 +95,7 @@ fma.rn.bf16x2 $1, $1, one, c;
 fma.rn.bf16x2 $2, $2, one, c;
 fma.rn.bf16x2 $3, $3, one, c;
 }""")
-_INT4_FLOAT16 = tl.constexpr("""{
+INT4_FLOAT16 = tl.constexpr("""{
 .reg .b32 s, c;
 mov.b32 c, 0x64086408;
 lop3.b32 $0, $4, 0x000F000F, 0x64006400, 0xEA;
@@ -119,11 +119,11 @@ def _from_int8(w, dtype: tl.constexpr):
         return w.to(tl.float32).to(dtype)
     if dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
-            _INT8_BFLOAT16, "=r,=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=4
+            INT8_BFLOAT16, "=r,=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=4
         )
     else:
         return tl.inline_asm_elementwise(
-            _INT8_FLOAT16, "=r,=r,r", [w], dtype=tl.float16, is_pure=True, pack=4
+            INT8_FLOAT16, "=r,=r,r", [w], dtype=tl.float16, is_pure=True, pack=4
         )
 
 
@@ -141,12 +141,12 @@ def _from_int4(w, dtype: tl.constexpr):
         return (((word >> shift) & 15) - 8).to(tl.float32).to(dtype)
     if dtype == tl.bfloat16:
         low, high = tl.inline_asm_elementwise(
-            _INT4_BFLOAT16, "=r,=r,=r,=r,r", [w], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True,
+            INT4_BFLOAT16, "=r,=r,=r,=r,r", [w], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True,
             pack=4,
         )  # fmt: skip
     else:
         low, high = tl.inline_asm_elementwise(
-            _INT4_FLOAT16, "=r,=r,=r,=r,r", [w], dtype=(tl.float16, tl.float16), is_pure=True,
+            INT4_FLOAT16, "=r,=r,=r,=r,r", [w], dtype=(tl.float16, tl.float16), is_pure=True,
             pack=4,
         )  # fmt: skip
     both = tl.join(tl.reshape(low, SHAPE), tl.reshape(high, SHAPE))
@@ -232,7 +232,7 @@ def _sum(
 
 
 @triton.jit
-def _gelu(z):
+def gelu(z):
     """Returns GELU in its tanh form."""
     inner = SQRT_2_OVER_PI * (z + 0.044715 * z * z * z)
     return z * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner)))
@@ -250,6 +250,9 @@ def _right(
     WHOLE: these are all columns, from which the norm's statistics are computed here.
     WRITES: the first program writes the residual sum.
     """
+    if NORM != "":
+        # The norm's weight is loaded beside x, not after it.
+        scale = load_rows(norm_weight_ptr, at, at < K)[None, :]
     x = _sum(x_ptr, update_ptr, of_x, of_update, at, in_rows, dtype, K, UPDATE)
     if WRITES:
         mask = in_rows[:, None] & (at < K)[None, :] & (tl.program_id(0) == 0)
@@ -260,7 +263,7 @@ def _right(
                 mean = tl.sum(x, 1) / K
             centred = tl.where((at < K)[None, :], x - mean[:, None], 0.0)
             rstd = 1.0 / tl.sqrt_rn(tl.sum(centred * centred, 1) / K + eps)
-        x = (x - mean[:, None]) * rstd[:, None] * load_rows(norm_weight_ptr, at, at < K)[None, :]
+        x = (x - mean[:, None]) * rstd[:, None] * scale
         if NORM == "layer":
             x += load_rows(norm_bias_ptr, at, at < K)[None, :]
     return _inner_last(cast(x, dtype), BITS, L, PARTS, C)
@@ -324,11 +327,14 @@ def streamed_kernel(
     WHOLE: tl.constexpr = K <= CHUNK
     ZERO: tl.constexpr = 8.0 if BITS == 4 else 128.0
     BM: tl.constexpr = XM if XM > 8 else 8
+    POWER: tl.constexpr = triton.next_power_of_2(K)
     first = tl.program_id(0) * (TILES * 8 * R)
     rows, offs_k = tl.arange(0, XM), tl.arange(0, CHUNK)
     in_rows = rows < n_rows
     if CONSTANT:
         w = _load_weight(weight_ptr, first, 0, n_out, K, HALF, BITS, R, L, PARTS, V, MASKED)
+        if NORM != "" and tl.program_id(0) == 0:
+            prefetch_rows(norm_weight_ptr, tl.arange(0, 1), 1, K, POWER, CHAINED)
     follow(CHAINED)
     if not CONSTANT:
         w = _load_weight(weight_ptr, first, 0, n_out, K, HALF, BITS, R, L, PARTS, V, MASKED)
@@ -355,6 +361,13 @@ def streamed_kernel(
         outputs = _outputs(first_pair, n_out, HALF, R)
         acc = tl.zeros([PARTS, 16 * R, BM], tl.float32)
         x_sum = tl.zeros([BM], tl.float32)
+        pair = first_pair + tl.arange(0, 8 * R)
+        low = pair // HALF * (2 * HALF) + pair % HALF
+        if EPILOGUE == "heads" or EPILOGUE == "rotated heads":
+            place, cos, sin = angles(
+                cos_ptr, sin_ptr, lengths_ptr, low, of_y, in_y, capacity, HALF,
+                N_HEADS + N_KV_HEADS, EPILOGUE == "rotated heads",
+            )  # fmt: skip
         for start in tl.static_range(0, K, CHUNK):
             operand = _operand(w, dtype, BITS, C)
             if start + CHUNK < K:
@@ -410,8 +423,6 @@ def streamed_kernel(
             # A pair's two outputs lie side by side in registers.
             y = tl.permute(tl.reshape(y, [R, 2, 8, BM]), (0, 2, 3, 1))
             one, two = tl.split(tl.reshape(y, [8 * R, BM, 2]))
-            pair = first_pair + tl.arange(0, 8 * R)
-            low = pair // HALF * (2 * HALF) + pair % HALF
             if EPILOGUE == "swiglu":
                 to = y_ptr + of_y[None, :] * (n_out // 2) + pair[:, None]
                 mask = (pair < n_out // 2)[:, None] & in_y[None, :]
@@ -420,14 +431,14 @@ def streamed_kernel(
                 tl.store(to, cast(silu(gate, dtype) * up, dtype), mask=mask)
             elif EPILOGUE == "heads" or EPILOGUE == "rotated heads":
                 store_heads(
-                    y_ptr, keys_ptr, values_ptr, table_ptr, cos_ptr, sin_ptr, lengths_ptr, one, two,
-                    low, n_out, of_y, in_y, stride_cb, stride_ch, stride_ct, capacity, table_width,
-                    n_pages, dtype, HALF, N_HEADS, N_KV_HEADS, EPILOGUE == "rotated heads", PAGE,
+                    y_ptr, keys_ptr, values_ptr, table_ptr, one, two, place, cos, sin, low, n_out,
+                    of_y, in_y, stride_cb, stride_ch, stride_ct, capacity, table_width, n_pages,
+                    dtype, HALF, N_HEADS, N_KV_HEADS, EPILOGUE == "rotated heads", PAGE,
                 )  # fmt: skip
             else:
                 to = y_ptr + of_y[None, :] * n_out + low[:, None]
                 if EPILOGUE == "gelu":
-                    one, two = _gelu(one), _gelu(two)
+                    one, two = gelu(one), gelu(two)
                 mask = (low < n_out)[:, None] & in_y[None, :]
                 tl.store(to, cast(one, dtype), mask=mask)
                 mask = (low + HALF < n_out)[:, None] & in_y[None, :]
