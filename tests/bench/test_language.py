@@ -12,6 +12,7 @@ from tnp.bench import compiled_decoder, language, language_hf
 from tnp.bench.language import Asked, measure_language, step_bytes
 from tnp.bench.language_forms import FORMS, INT8, WEIGHTS
 from tnp.bench.outcome import failure_rows
+from tnp.bench.policy import Policy
 from tnp.llm.sizes import MODELS
 from tnp.store.schemas import PROVENANCE, RUN, TABLES
 
@@ -85,6 +86,27 @@ def test_a_tokens_time_is_the_difference_of_two_calls(tables):
         token = [(a - b) / (N_NEW - 1) for a, b in zip(whole, prompt, strict=True)]
         assert row["token_ms_max"] == pytest.approx(max(token))
         assert row["prompt_ms_max"] == max(prompt)
+
+
+def test_a_fast_form_is_called_more_often_in_the_same_time(monkeypatch):
+    """A form whose turn takes a ninth of another's has three turns a round."""
+    monkeypatch.setattr(language, "call_ms", lambda call, device: {"slow": 27, "fast": 3}[call()])
+    order: list = []
+
+    def calls(form: str) -> list:
+        return [[lambda n=n: order.append((form, n)) or form] for n in (5, 1)]
+
+    policy = Policy.from_parameters(TIMING | {"long_step_s": 0.0, "max_sampling_s": 5.0})
+    forms = [calls("slow"), calls("fast")]
+    (slow, _), (fast, prompt) = language._measured(forms, torch.device("cpu"), policy)
+    rounds = policy.min_samples
+    assert len(slow.samples_ms) == rounds and slow.n_warmup == 1
+    assert len(fast.samples_ms) == len(prompt.samples_ms) == 3 * rounds and fast.n_warmup == 3
+    assert fast.ended_s == sorted(fast.ended_s)
+    for turn in range(1 + rounds):  # behind the calls whose times decide
+        of_round = order[4 + 8 * turn :][:8]
+        assert [of_round.count((form, 5)) for form in ("slow", "fast")] == [1, 3]
+        assert [of_round.count((form, 1)) for form in ("slow", "fast")] == [1, 3]
 
 
 @pytest.mark.parametrize("model", ["small_gpt2", "small_llama", "small_qwen3"])
