@@ -1,5 +1,6 @@
 """Tests rows of language models, and that all forms write the same text. No test asserts a time."""
 
+import threading
 import time
 from dataclasses import replace
 
@@ -115,12 +116,23 @@ def test_forms_write_the_same_text(model):
     of_model = asked(model, dtype="float64")
     prompts = of_model.prompts(1)
     builds = (
-        language_hf.dynamic, language_hf.static, compiled_decoder.compiled, language.ours
+        language_hf.dynamic, language_hf.static, language_hf.batched, compiled_decoder.compiled,
+        language.ours,
     )  # fmt: skip
     hf, *others = (build(of_model).write(prompts, N_NEW) for build in builds)
     assert hf.shape == (2, N_NEW) and len(hf.unique()) > 2
     for other in others:
         torch.testing.assert_close(other, hf)
+
+
+def test_continuous_batching_ends_with_its_form_and_says_what_failed():
+    of_model, before = asked(), threading.active_count()
+    writer = language_hf.batched(of_model)
+    assert threading.active_count() == before + 1
+    with pytest.raises(RuntimeError, match="^continuous batching failed: index out of range"):
+        writer.write(torch.full((2, 7), of_model.sizes.vocab), N_NEW)
+    del writer
+    assert threading.active_count() == before
 
 
 def test_codes_of_eight_bits_are_near_the_weights():
