@@ -15,6 +15,7 @@ from tnp.bench.language_forms import FORMS, INT8, WEIGHTS
 from tnp.bench.outcome import failure_rows
 from tnp.bench.policy import Policy
 from tnp.llm.sizes import MODELS
+from tnp.ops.quantized_linear.quantizer import quantize_weight
 from tnp.store.schemas import PROVENANCE, RUN, TABLES
 
 N_NEW = 5
@@ -135,14 +136,25 @@ def test_continuous_batching_ends_with_its_form_and_says_what_failed():
     assert threading.active_count() == before
 
 
-def test_codes_of_eight_bits_are_near_the_weights():
-    of_model = asked(weights=INT8, dtype="bfloat16")
-    prompts = of_model.prompts(1)
-    model = compiled_decoder.CompiledDecoder(of_model.decoder, 2, of_model.bits, of_model.length)
-    layer, x = model.layers[0], torch.randn(2, 3, 256, dtype=torch.bfloat16)
-    wanted = x @ of_model.decoder.layers[0].up.weight.mT
-    assert (layer["up"](x) - wanted).norm() < 0.02 * wanted.norm()
-    assert compiled_decoder.compiled(of_model).write(prompts, 2).shape == (2, 2)
+@pytest.mark.parametrize("model", ["small_gpt2", "small_llama"])
+def test_a_compiled_product_of_eight_bits_has_a_scale_for_each_row(model):
+    """The product is rounded, rounded with its scale, and rounded with its bias: 2⁻⁸ each."""
+    of_model = asked(model, INT8, "bfloat16")
+    linear = of_model.decoder.layers[0].up
+    product, x = compiled_decoder.Product(linear, 8), torch.randn(2, 3, 256, dtype=torch.bfloat16)
+    codes = quantize_weight(linear.weight, 8, None)
+    assert product.weight.dtype == torch.int8 and product.scales.shape == linear.shape[:1]
+    bias = 0 if linear.bias is None else linear.bias.double()
+
+    def within(scales: torch.Tensor) -> bool:
+        exact = x.double() @ (codes.weight.double() * scales.double()).mT
+        error = product(x).double() - exact - bias
+        return bool((error.abs() <= 3 * 2**-8 * (exact.abs() + abs(bias))).all())
+
+    assert within(codes.scales) and not within(codes.scales.roll(1, 0))
+    wanted = x.double() @ linear.weight.double().mT + bias
+    assert (product(x).double() - wanted).norm() < 0.02 * wanted.norm()
+    assert compiled_decoder.compiled(of_model).write(of_model.prompts(1), 2).shape == (2, 2)
 
 
 def test_a_form_that_fails_says_why_and_the_others_go_on(monkeypatch):
