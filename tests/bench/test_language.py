@@ -14,6 +14,7 @@ from tnp.bench.language import Asked, measure_language, step_bytes
 from tnp.bench.language_forms import FORMS, INT8, WEIGHTS
 from tnp.bench.outcome import failure_rows
 from tnp.bench.policy import Policy
+from tnp.experiment.failures import Unsupported
 from tnp.llm.sizes import MODELS
 from tnp.ops.quantized_linear.quantizer import quantize_weight
 from tnp.store.schemas import PROVENANCE, RUN, TABLES
@@ -126,13 +127,18 @@ def test_forms_write_the_same_text(model):
         torch.testing.assert_close(other, hf)
 
 
-def test_continuous_batching_ends_with_its_form_and_says_what_failed():
+def test_continuous_batching_ends_with_its_form_and_says_what_failed(monkeypatch):
     of_model, before = asked(), threading.active_count()
     writer = language_hf.batched(of_model)
     assert threading.active_count() == before + 1
     with pytest.raises(RuntimeError, match="^continuous batching failed: index out of range"):
         writer.write(torch.full((2, 7), of_model.sizes.vocab), N_NEW)
     del writer
+    assert threading.active_count() == before
+
+    monkeypatch.setattr(language_hf, "MOST_MASKED", 23)  # two sequences have 2 · (7 + 5) tokens
+    with pytest.raises(Unsupported, match="they have 24 tokens, and the form takes at most 23$"):
+        language_hf.batched(of_model)
     assert threading.active_count() == before
 
 

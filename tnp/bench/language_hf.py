@@ -18,10 +18,13 @@ import torch
 from torch import Tensor
 
 from tnp.bench.language import Asked, Writer
+from tnp.experiment.failures import Unsupported
 from tnp.llm.huggingface import build, transformers
 from tnp.llm.sizes import named
 
 MOST_AT_ONCE = 4096  # tokens of prompts that `hf_batched` computes in one step
+# Tokens of all sequences in `hf_batched` without flash attention: each query meets the keys of all.
+MOST_MASKED = 16_384
 
 
 def dynamic(asked: Asked) -> Writer:
@@ -45,6 +48,8 @@ def batched(asked: Asked) -> Writer:
 
     Pages hold one call. All decoding steps are padded to one size, so that they replay one graph.
     Sequences share no pages: the prompts of a later call would need no computation.
+
+    Raises Unsupported for more than `MOST_MASKED` tokens without flash attention.
     """
     hf, model = transformers(), copy.deepcopy(_model(asked), _shared(asked))
     config = hf.ContinuousBatchingConfig(
@@ -59,6 +64,12 @@ def batched(asked: Asked) -> Writer:
     config.kv_padding_interval_size = config.num_blocks * config.block_size
     greedy = hf.GenerationConfig(do_sample=False, eos_token_id=-1)
     manager = model.init_continuous_batching(greedy, config)
+    n_tokens = asked.batch * asked.length
+    if "flash" not in model.config._attn_implementation and n_tokens > MOST_MASKED:
+        raise Unsupported(
+            f"without flash-attn each query of continuous batching meets the keys of all sequences:"
+            f" they have {n_tokens:,} tokens, and the form takes at most {MOST_MASKED:,}"
+        )
     manager.start()
 
     def write(ids: Tensor, n_new: int) -> Tensor:
