@@ -1,5 +1,6 @@
 """Tests rows of language models, and that all forms write the same text. No test asserts a time."""
 
+import threading
 import time
 from dataclasses import replace
 
@@ -12,7 +13,10 @@ from tnp.bench import compiled_decoder, language, language_hf
 from tnp.bench.language import Asked, measure_language, step_bytes
 from tnp.bench.language_forms import FORMS, INT8, WEIGHTS
 from tnp.bench.outcome import failure_rows
+from tnp.bench.policy import Policy
+from tnp.experiment.failures import Unsupported
 from tnp.llm.sizes import MODELS
+from tnp.ops.quantized_linear.quantizer import quantize_weight
 from tnp.store.schemas import PROVENANCE, RUN, TABLES
 
 N_NEW = 5
@@ -87,13 +91,35 @@ def test_a_tokens_time_is_the_difference_of_two_calls(tables):
         assert row["prompt_ms_max"] == max(prompt)
 
 
+def test_a_fast_form_is_called_more_often_in_the_same_time(monkeypatch):
+    """A form whose turn takes a ninth of another's has three turns a round."""
+    monkeypatch.setattr(language, "call_ms", lambda call, device: {"slow": 27, "fast": 3}[call()])
+    order: list = []
+
+    def calls(form: str) -> list:
+        return [[lambda n=n: order.append((form, n)) or form] for n in (5, 1)]
+
+    policy = Policy.from_parameters(TIMING | {"long_step_s": 0.0, "max_sampling_s": 5.0})
+    forms = [calls("slow"), calls("fast")]
+    (slow, _), (fast, prompt) = language._measured(forms, torch.device("cpu"), policy)
+    rounds = policy.min_samples
+    assert len(slow.samples_ms) == rounds and slow.n_warmup == 1
+    assert len(fast.samples_ms) == len(prompt.samples_ms) == 3 * rounds and fast.n_warmup == 3
+    assert fast.ended_s == sorted(fast.ended_s)
+    for turn in range(1 + rounds):  # behind the calls whose times decide
+        of_round = order[4 + 8 * turn :][:8]
+        assert [of_round.count((form, 5)) for form in ("slow", "fast")] == [1, 3]
+        assert [of_round.count((form, 1)) for form in ("slow", "fast")] == [1, 3]
+
+
 @pytest.mark.parametrize("model", ["small_gpt2", "small_llama", "small_qwen3"])
 def test_forms_write_the_same_text(model):
     """In float64 no two logits are so near that the largest is another."""
     of_model = asked(model, dtype="float64")
     prompts = of_model.prompts(1)
     builds = (
-        language_hf.dynamic, language_hf.static, compiled_decoder.compiled, language.ours
+        language_hf.dynamic, language_hf.static, language_hf.batched, compiled_decoder.compiled,
+        language.ours,
     )  # fmt: skip
     hf, *others = (build(of_model).write(prompts, N_NEW) for build in builds)
     assert hf.shape == (2, N_NEW) and len(hf.unique()) > 2
@@ -101,14 +127,40 @@ def test_forms_write_the_same_text(model):
         torch.testing.assert_close(other, hf)
 
 
-def test_codes_of_eight_bits_are_near_the_weights():
-    of_model = asked(weights=INT8, dtype="bfloat16")
-    prompts = of_model.prompts(1)
-    model = compiled_decoder.CompiledDecoder(of_model.decoder, 2, of_model.bits, of_model.length)
-    layer, x = model.layers[0], torch.randn(2, 3, 256, dtype=torch.bfloat16)
-    wanted = x @ of_model.decoder.layers[0].up.weight.mT
-    assert (layer["up"](x) - wanted).norm() < 0.02 * wanted.norm()
-    assert compiled_decoder.compiled(of_model).write(prompts, 2).shape == (2, 2)
+def test_continuous_batching_ends_with_its_form_and_says_what_failed(monkeypatch):
+    of_model, before = asked(), threading.active_count()
+    writer = language_hf.batched(of_model)
+    assert threading.active_count() == before + 1
+    with pytest.raises(RuntimeError, match="^continuous batching failed: index out of range"):
+        writer.write(torch.full((2, 7), of_model.sizes.vocab), N_NEW)
+    del writer
+    assert threading.active_count() == before
+
+    monkeypatch.setattr(language_hf, "MOST_MASKED", 23)  # two sequences have 2 · (7 + 5) tokens
+    with pytest.raises(Unsupported, match="they have 24 tokens, and the form takes at most 23$"):
+        language_hf.batched(of_model)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("model", ["small_gpt2", "small_llama"])
+def test_a_compiled_product_of_eight_bits_has_a_scale_for_each_row(model):
+    """The product is rounded, rounded with its scale, and rounded with its bias: 2⁻⁸ each."""
+    of_model = asked(model, INT8, "bfloat16")
+    linear = of_model.decoder.layers[0].up
+    product, x = compiled_decoder.Product(linear, 8), torch.randn(2, 3, 256, dtype=torch.bfloat16)
+    codes = quantize_weight(linear.weight, 8, None)
+    assert product.weight.dtype == torch.int8 and product.scales.shape == linear.shape[:1]
+    bias = 0 if linear.bias is None else linear.bias.double()
+
+    def within(scales: torch.Tensor) -> bool:
+        exact = x.double() @ (codes.weight.double() * scales.double()).mT
+        error = product(x).double() - exact - bias
+        return bool((error.abs() <= 3 * 2**-8 * (exact.abs() + abs(bias))).all())
+
+    assert within(codes.scales) and not within(codes.scales.roll(1, 0))
+    wanted = x.double() @ linear.weight.double().mT + bias
+    assert (product(x).double() - wanted).norm() < 0.02 * wanted.norm()
+    assert compiled_decoder.compiled(of_model).write(of_model.prompts(1), 2).shape == (2, 2)
 
 
 def test_a_form_that_fails_says_why_and_the_others_go_on(monkeypatch):

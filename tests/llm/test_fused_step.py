@@ -216,6 +216,29 @@ def test_more_rows_than_kernels_take_are_computed_too(kind, bits):
     assert torch.equal(tokens.ids, found[0].argmax(-1))
 
 
+@pytest.mark.parametrize("vocab", [4 * 32, 4 * 32 + 1])
+def test_the_largest_of_many_rows_is_that_of_torch(monkeypatch, vocab):
+    """Rows have equal largest logits, in one part and in several, NaN and nothing but -inf."""
+    monkeypatch.setattr(fused_step, "LOGITS_AT_ONCE", 32)
+    decoder, n = drawn("llama", n_layers=1, vocab=vocab), fused_step.FEW + 1
+    logits = torch.randint(-9, 9, (n, vocab), device=DEVICE).to(torch.bfloat16)
+    logits[0] = -torch.inf
+    logits[1] = 0
+    logits[2, [40, 70]] = torch.nan
+    logits[3, -1] = 99
+    logits[4, [33, 127]] = torch.inf
+    assert ((logits == logits.amax(1, keepdim=True)).sum(1) > 1).sum() > n // 2  # ties
+    monkeypatch.setattr(FusedStep, "__call__", lambda self, ids, cache: logits)
+    tokens = Tokens(n, 2, (7,), 3, DEVICE)
+    tokens.ended[5] = True
+    expected = logits.argmax(-1)
+    expected[5] = 3
+    step = FusedStep(decoder)
+    step.follow(tokens, next(caches(decoder, n)))
+    assert torch.equal(tokens.ids, expected) and torch.equal(tokens.block[0], expected)
+    assert expected[2] == 40 and (tokens.place == 1).all()
+
+
 def test_decoders_that_it_cannot_compute_are_refused(monkeypatch):
     decoder = drawn("llama", n_layers=1)
 

@@ -1,8 +1,10 @@
 """Builds a compiled decoder of PyTorch's plain operators, the stand-in for gpt-fast.
 
 The cache has a fixed size, the choice of the next token is part of the step, and the whole step is
-one graph of `torch.compile`. Weights in 8 and 4 bits go through PyTorch's own products. The prompt
-is not compiled. Method: pytorch-labs/gpt-fast, 32971d3.
+one graph of `torch.compile`. The prompt is not compiled. Codes of 8 bits have a scale for each row
+and are converted within the product, which the compiler fuses: with a scale for each group it would
+write the whole weight. Codes of 4 bits go through PyTorch's own product. Method:
+pytorch-labs/gpt-fast, 32971d3.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from tnp.llm.decoder import Decoder, Linear, Norm
 from tnp.ops.quantized_linear.quantizer import quantize_weight
 from tnp.ops.quantized_linear.torch_forms import lay_out
 
-# The mode searches for the fastest matmuls and replays a CUDA graph.
+# The mode searches for the fastest matmuls, makes the product of one row a fused reduction, and
+# replays a CUDA graph.
 MODE = "max-autotune"
 # Fields of a decoder's layer.
 PRODUCTS = ("qkv", "out", "up", "down")
@@ -58,8 +61,7 @@ def compiled(asked: Asked) -> Writer:
 class Product(nn.Module):
     """Computes x Wᵀ + bias for x [..., n_in] in 16 bits, or as codes of 8 or 4 bits.
 
-    Codes of 8 bits have a scale for each row, as PyTorch's product takes them, and codes of 4 bits
-    one for each group of `GROUP`.
+    Codes of 8 bits have a scale for each row, and codes of 4 bits one for each group of `GROUP`.
     """
 
     def __init__(self, linear: Linear, bits: int) -> None:
@@ -79,12 +81,12 @@ class Product(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.bits == 16:
             return F.linear(x, self.weight, self.bias)
-        rows = x.reshape(-1, x.shape[-1])
         if self.bits == 8:
-            y = torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scales)
+            y = F.linear(x, self.weight.to(x.dtype)) * self.scales
         else:
+            rows = x.reshape(-1, x.shape[-1])
             y = torch.ops.aten._weight_int4pack_mm(rows, self.weight, GROUP, self.scales)
-        y = y.view(*x.shape[:-1], -1)
+            y = y.view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias
 
 

@@ -12,11 +12,13 @@ import gc
 import importlib
 import json
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -30,10 +32,12 @@ from tnp.bench.sampled import measured_columns, sample_rows
 from tnp.bench.statistics import summarize
 from tnp.bench.timing import (
     Measurement,
+    call_ms,
     elapsed_ms,
     first_call,
     mark,
     measure_interleaved,
+    merged,
     synchronize,
 )
 from tnp.cuda_graphs import Captures
@@ -53,6 +57,7 @@ BARE_ROUNDS, BARE_STEPS = 10, 16
 PROFILED_TOKENS = 8
 
 Step = Callable[[], object]
+Calls = list[Callable[[], None]]  # of one kind, with several prompts
 
 log = logging.getLogger("tnp.bench.language")
 
@@ -268,17 +273,14 @@ def _timed(
     """Adds times to the rows of `writers`. Returns the raw samples."""
     policy = Policy.from_parameters(parameters["timing"])
     contenders = [
-        _calls(writer, asked, n_new, number)
+        [_calls(writer, asked, n_new, number) for n_new in (asked.n_new, 1)]
         for number, writer in enumerate(writers.values())
-        for n_new in (asked.n_new, 1)
     ]
     with Conditions(asked.device.type) as conditions:
-        measured = measure_interleaved(contenders, asked.device, policy)
+        measured = _measured(contenders, asked.device, policy)
     samples = []
     of_forms = {row["form"]: row for row in rows}
-    for (name, writer), long, short in zip(
-        writers.items(), measured[::2], measured[1::2], strict=True
-    ):
+    for (name, writer), (long, short) in zip(writers.items(), measured, strict=True):
         row = of_forms[name]
         row |= {"reason": long.note} | measured_columns(long, conditions)
         row |= summarize(short.samples_ms, "prompt_ms")
@@ -296,7 +298,26 @@ def _timed(
     return samples
 
 
-def _calls(writer: Writer, asked: Asked, n_new: int, number: int) -> list[Callable[[], None]]:
+def _measured(
+    contenders: list[list[Calls]], device: torch.device, policy: Policy
+) -> list[list[Measurement]]:
+    """Times the calls of each form in rounds, calls of fast forms more often than of slow ones.
+
+    A round has √(slowest / own) turns of a form, by the time of a turn. That number of samples
+    makes the sum of all forms' relative variances least for a given time (Neyman's allocation).
+    """
+    turn_ms = [sum(call_ms(calls[0], device) for calls in form) for form in contenders]
+    n_turns = [round(math.sqrt(max(turn_ms) / own)) for own in turn_ms]
+    copies = [form * n for form, n in zip(contenders, n_turns, strict=True)]
+    measured = iter(measure_interleaved([one for form in copies for one in form], device, policy))
+    found = []
+    for form, n in zip(contenders, n_turns, strict=True):
+        parts = list(islice(measured, n * len(form)))
+        found.append([merged(parts[i :: len(form)]) for i in range(len(form))])
+    return found
+
+
+def _calls(writer: Writer, asked: Asked, n_new: int, number: int) -> Calls:
     """Returns calls of one form, each with prompts of its own."""
 
     def call(prompts: Tensor) -> None:

@@ -50,6 +50,7 @@ FORMS = {
         Form("hf", BASELINE, "tnp.bench.language_hf:dynamic", (BF16,), ("transformers",)),
         Form("hf_static", PEER, "tnp.bench.language_hf:static", (BF16,), ("transformers",)),
         Form("hf_autotuned", PEER, "tnp.bench.language_hf:autotuned", (BF16,), ("transformers",)),
+        Form("hf_batched", PEER, "tnp.bench.language_hf:batched", (BF16,), ("transformers",)),
         Form("compiled_decoder", PEER, "tnp.bench.compiled_decoder:compiled"),
         Form("vllm", PEER, "tnp.bench.language:vllm", packages=("vllm",)),
         Form("ours", OWN, "tnp.bench.language:ours", implementation="fused"),

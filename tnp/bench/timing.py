@@ -67,6 +67,16 @@ class Measurement:
         return f"the first and the last third of the rounds are {SETTLED_WITHIN:.0%} or more apart"
 
 
+def merged(parts: Sequence[Measurement]) -> Measurement:
+    """Returns the samples of equal contenders of one measurement, in the order taken."""
+    taken = sorted(
+        sample for part in parts for sample in zip(part.ended_s, part.samples_ms, strict=True)
+    )
+    ended_s, samples_ms = map(list, zip(*taken, strict=True))
+    n_warmup = sum(part.n_warmup for part in parts)
+    return replace(parts[0], samples_ms=samples_ms, ended_s=ended_s, n_warmup=n_warmup)
+
+
 def mark(device: torch.device) -> Mark:
     """Returns a point in time on the device's own clock."""
     if device.type != "cuda":

@@ -87,6 +87,7 @@ WORDS = {
     "hf": "Hugging Face",
     "hf_static": "Hugging Face, compiled",
     "hf_autotuned": "Hugging Face, autotuned",
+    "hf_batched": "Hugging Face, continuous batching",
     "compiled_decoder": "compiled plain decoder",
     "vllm": "vLLM",
     # Stages of a training step.

@@ -31,6 +31,7 @@ from tnp.llm.generate import generate
 from tnp.llm.huggingface import build, read
 from tnp.llm.step import Step
 from tnp.llm.steps import STEPS
+from tnp.llm.tokens import Tokens
 from tnp.llm.torch_step import TorchStep
 from tnp.ops.kv_cache.paged import PagedCache
 from tnp.util.extras import MissingExtra
@@ -48,6 +49,7 @@ N_OF_CONTROLS = 12  # steps of a control, which shows at once
 PAGE = 16
 OUTSIDE = 0.75  # stands in the cache's memory before a run
 GROUP = 64
+N_COPIES = 6  # of the prompts: more rows than kernels for a few rows take
 
 
 def checks(device: torch.device, name: str) -> Iterator[Check]:
@@ -142,6 +144,13 @@ class Text:
         """Returns the text with its first steps alone."""
         return replace(self, steps=self.steps[:n_steps])
 
+    def copied(self, n: int) -> Text:
+        """Returns n copies of the prompts, one after the other, with their steps."""
+        return replace(
+            self, prompts=self.prompts.repeat(n, 1), lengths=self.lengths.repeat(n),
+            steps=self.steps.repeat(1, n),
+        )  # fmt: skip
+
     def at_places(self, logits: Tensor) -> Tensor:
         """Returns the logits [n + 1, B, vocab] of the reference's logits [B, T + n, vocab]."""
         batch = torch.arange(len(self.prompts), device=logits.device)
@@ -232,6 +241,7 @@ def _of_dtype(decoder: Decoder, text: Text, truth: _Truth, with_controls: bool) 
         yield check("writes beyond the lengths", "max_abs_error", _outside(cache), 0.0)
         again = _run(step, text, Cache(decoder, len(PROMPTS), cache.capacity))
         yield check("equal bits in another run", "max_abs_error", max_abs_error(again, found), 0.0)
+        yield from _of_many(decoder, step, text, truth, check)
         if decoder.device.type == "cuda":
             captured = _run(step, text, Cache(decoder, len(PROMPTS), cache.capacity), True)
             error = max_abs_error(captured, found)
@@ -269,6 +279,27 @@ def _of_generate(
     yield check("drawn tokens that differ with an equal seed", "count", differing, 0.0)
     differing = int((drawn[0] != drawn[2]).sum())
     yield check("control must fail: another seed", "count", differing, 0.0, larger_is_better=True)
+
+
+def _of_many(
+    decoder: Decoder, step: Step, text: Text, truth: _Truth, check: Callable[..., Check]
+) -> Iterator[Check]:
+    """Runs copies of the prompts, more rows than kernels for a few rows take."""
+    many = text.first(N_OF_CONTROLS).copied(N_COPIES)
+    n, capacity = len(many.prompts), max(PROMPTS) + N_STEPS
+    logits = _run(step, many, Cache(decoder, n, capacity))
+    ratio = max(truth.ratio(copy) for copy in logits.split(len(PROMPTS), 1))
+    yield check(f"{n} sequences: logits at every token", "error_ratio", ratio, RATIO)
+    cache, beside = Cache(decoder, n, capacity), Cache(decoder, n, capacity)
+    tokens, differing = Tokens(n, 1, (), 0, decoder.device), 0
+    for one in (cache, beside):
+        tokens.ids.copy_(step.prompt(many.prompts, one, many.lengths).argmax(-1))
+    for _ in many.steps:
+        largest = step(tokens.ids, beside).argmax(-1)
+        tokens.begin_block()
+        step.follow(tokens, cache)
+        differing += int((tokens.ids != largest).sum())
+    yield check(f"{n} sequences: greedy tokens that differ", "count", differing, 0.0)
 
 
 def _written(step: Step, text: Text) -> Tensor:

@@ -27,7 +27,7 @@ from tnp.dispatch.launcher import Bound
 from tnp.llm.attention_kernel import attend_kernel
 from tnp.llm.cache import Cache
 from tnp.llm.decoder import Decoder, Layer, Linear, Norm, mapped
-from tnp.llm.step_kernels import choice_kernel, embed_kernel, heads_kernel
+from tnp.llm.step_kernels import choice_kernel, embed_kernel, heads_kernel, largest_kernel
 from tnp.llm.tokens import Tokens
 from tnp.llm.torch_step import TorchStep
 from tnp.ops._shared.few_rows import FEW, chained
@@ -37,6 +37,7 @@ from tnp.ops.decode_attention import PAGE_MULTIPLE, decode_attention
 from tnp.ops.rms_norm import add_rms_norm
 
 PARTS_AT_ONCE = 1024  # of a row's largest logits
+LOGITS_AT_ONCE = 4096  # of a row, for more rows than `FEW`
 # `attend_kernel` splits a cache into parts of SPLIT keys. It serves up to MOST_SPLITS parts, and up
 # to MOST_PAIRS pairs of a sequence and a kv head.
 SPLIT, MOST_SPLITS, MOST_PAIRS = 128, 16, 16
@@ -96,14 +97,19 @@ class FusedStep(TorchStep):
     @torch.no_grad()
     def follow(self, tokens: Tokens, cache: Cache) -> None:
         batch, d = len(tokens.ids), self.decoder
-        if batch > FEW:
-            super().follow(tokens, cache)
-            return
-        x, update = self._hidden_step(tokens.ids, cache)
-        most = triton.cdiv(d.sizes.vocab, 16)  # programs
-        best = x.new_empty(most, batch, dtype=torch.float32)
-        best_id = x.new_empty(most, batch, dtype=torch.int32)
-        programs, _ = self._product(x, update, d.norm, d.head, "best", x, best=(best, best_id))
+        few, vocab = batch <= FEW, d.sizes.vocab
+        most = triton.cdiv(vocab, 16 if few else LOGITS_AT_ONCE)  # programs
+        best = torch.empty(most, batch, dtype=torch.float32, device=d.device)
+        best_id = torch.empty_like(best, dtype=torch.int32)
+        if few:
+            x, update = self._hidden_step(tokens.ids, cache)
+            programs, _ = self._product(x, update, d.norm, d.head, "best", x, best=(best, best_id))
+        else:
+            programs = most
+            largest_kernel[(programs, batch)](
+                self(tokens.ids, cache), best, best_id, vocab, BLOCK=LOGITS_AT_ONCE, num_warps=4,
+                **self._chain,
+            )  # fmt: skip
         n_stops = 0 if tokens.stops is None else len(tokens.stops)
         choice_kernel[(batch,)](
             best, best_id, tokens.ids, tokens.block, tokens.place, tokens.ended.view(torch.int8),

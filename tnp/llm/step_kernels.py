@@ -73,6 +73,28 @@ def heads_kernel(
     )  # fmt: skip
 
 
+@triton.jit
+def largest_kernel(
+    logits_ptr, best_ptr, best_id_ptr, vocab, BLOCK: tl.constexpr, CHAINED: tl.constexpr
+):  # fmt: skip
+    """Finds the largest of BLOCK logits of a row in each program, the lowest id of equal ones.
+
+    NaN counts as infinity. The grid is [parts, rows], and so are the results `choice_kernel` reads.
+    """
+    part, b = tl.program_id(0), tl.program_id(1)
+    id_ = part * BLOCK + tl.arange(0, BLOCK)
+    inside = id_ < vocab
+    follow(CHAINED)
+    row = logits_ptr + b.to(tl.int64) * vocab
+    x = tl.load(row + id_, mask=inside, other=float("-inf")).to(tl.float32)
+    x = tl.where(x == x, x, float("inf"))
+    largest = tl.max(x, 0)
+    first = tl.min(tl.where((x == largest) & inside, id_, 0x7FFFFFFF), 0)
+    to = part * tl.num_programs(1) + b
+    tl.store(best_ptr + to, largest)
+    tl.store(best_id_ptr + to, first)
+
+
 @triton.jit(do_not_specialize=["n_parts", "n_rows", "n_stops", "pad"])
 def choice_kernel(
     best_ptr, best_id_ptr, ids_ptr, block_ptr, place_ptr, ended_ptr, stops_ptr, n_parts, n_rows,

@@ -4,7 +4,8 @@
 -- a call with 128 new tokens less that of a call with one, over the tokens between. `limit` is the
 -- rate at which the device could read the weights and the cache of each step. `kernels` are those
 -- of one token. `ours is faster by` compares this project's form with the row's, both in one
--- process. Models have random weights; int8 and int4 have a scale for each group of 128.
+-- process. Models have random weights; int8 and int4 have a scale for each group of 128, but
+-- `compiled_decoder` in int8 one for each row.
 select
     device,
     model,
