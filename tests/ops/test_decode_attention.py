@@ -4,6 +4,7 @@ The gate compares numbers with float64.
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -91,11 +92,12 @@ def test_a_pair_in_more_parts_than_are_read_at_once():
 
 
 @pytest.mark.parametrize("page", [None, 32])
-def test_a_plan_serves_all_lengths(page):
+@pytest.mark.parametrize("config", [SMALL, replace(SMALL, whole=True)])
+def test_a_plan_serves_all_lengths(page, config):
     """A captured launch does so: its lengths change in place."""
     inputs = draw([96, 96, 96], page=page)
-    made = plan(inputs, 4)
-    for lengths in ([96, 96, 96], [0, 0, 0], [96, 0, 17]):
+    made = plan(inputs, 4, config)
+    for lengths in ([96, 96, 96], [0, 0, 0], [96, 0, 17], [1, 32, 33]):
         inputs[3].copy_(torch.tensor(lengths))
         close(run(made, inputs), inputs)
 
@@ -138,12 +140,13 @@ def test_views_are_read_where_they_lie_in_two_launches_or_one():
         assert o.shape == inputs[0].shape and o.transpose(1, 2).is_contiguous()
 
 
-def test_a_number_out_of_range_is_nan_in_its_own_sequence():
+@pytest.mark.parametrize("config", [SMALL, replace(SMALL, whole=True)])
+def test_a_number_out_of_range_is_nan_in_its_own_sequence(config):
     """On CUDA the host does not know the numbers. Nothing is read there."""
     page = 16
     inputs = draw([96, 20, 40, 33], page=page)
     q, k, v, lengths, table = inputs
-    made = plan(inputs, 8)
+    made = plan(inputs, 8, config)
 
     def found(lengths, table):
         o = run(made, (q, k, v, lengths, table))
@@ -218,6 +221,32 @@ def test_blocks_fit_beside_each_other(gpu):
     for config in found:
         blocks = (config.num_stages - 1) * 2 * config.block_n * 128 * 2
         assert config.programs * blocks <= target.shared_bytes
+
+
+def test_a_program_has_a_whole_pair_if_pairs_are_many_and_short():
+    """Llama 3.2 1B with 64 sequences on an H200 has 512 pairs in a wave of 528 programs."""
+
+    def default(batch=64, n_keys=1280, head_dim=64, dtype="bfloat16", gpu="H200", **options):
+        sizes = {"batch": batch, "heads": 32, "kv_heads": 8, "n_queries": 1, "n_keys": n_keys}
+        sizes |= {"head_dim": head_dim, "page": n_keys}
+        problem = OPERATOR.problem(dtype, **sizes, **options)
+        return configs(plans.Call(problem, devices.named(gpu)))[0]
+
+    assert default() == Config(64, 4, 4, 3, whole=True)
+    assert default(n_keys=1536).whole and not default(n_keys=1537).whole
+    assert default(head_dim=128, n_keys=768).whole and not default(head_dim=128).whole
+    batches = {batch for batch in range(140) if default(batch).whole}  # 66 fill a wave
+    assert batches == {*range(50, 67), *range(99, 133)}
+    assert not default(cache="e4m3").whole and not default(dtype="float32").whole
+    assert not default(gpu="A10G").whole  # too little shared memory for four programs
+
+
+def test_whole_pairs_are_one_launch():
+    inputs = draw([40, 17, 96, 0])
+    for config, launches in ((SMALL, 2), (replace(SMALL, whole=True), 1)):
+        with recorded() as seen:
+            run(plan(inputs, 2, config), inputs)
+        assert len(seen) == launches
 
 
 def test_work_counts_the_keys_that_there_are():

@@ -77,7 +77,7 @@ def compiled_for(kernel: Kernel) -> set[int]:
 
 
 def _of_cases(operator: Operator, target: Target) -> Iterable[Problem]:
-    """Returns the gate's largest problem for each dtype and options.
+    """Returns the gate's largest problem for each dtype, options and forms of default kernels.
 
     bfloat16 stands for float16 too, which needs as many registers. Before 8.0 both are compiled:
     tensor cores take no bfloat16 there. float32 is compiled for `EVERY_DTYPE_ON` alone: a thread
@@ -92,10 +92,23 @@ def _of_cases(operator: Operator, target: Target) -> Iterable[Problem]:
     for case in operator.cases(target):
         if case.problem.dtype not in dtypes:
             continue
-        key = case.problem.dtype, case.problem.options
-        if key not in largest or _extent(case.problem) > _extent(largest[key]):
-            largest[key] = case.problem
+        p = case.problem
+        key = p.dtype, p.options, _default_forms(operator, p, target)
+        if key not in largest or _extent(p) > _extent(largest[key]):
+            largest[key] = p
     return largest.values()
+
+
+def _default_forms(operator: Operator, problem: Problem, target: Target) -> tuple:
+    """Returns the switches of the default configurations of our forward kernels."""
+    from tnp.dispatch.selection import kernels_of, switches
+
+    what, found = Call(problem, target), []
+    for own in catalog().ours(operator.name):
+        if own.refuses(what) is None:
+            kernels = kernels_of(own.forward).values()
+            found += [switches(one.configs(what)[0]) for one in kernels if not one.refuses(what)]
+    return tuple(found)
 
 
 def _extent(problem: Problem) -> int:

@@ -1,7 +1,7 @@
 """Computes a decoding step in five or six launches a layer, with kernels for a few rows.
 
     sum, norm, q k v, rotation, write to the cache      one product
-    attention                                           one launch for a short cache, else two
+    attention                                           one launch for short caches, else two
     output                                              one product
     sum, norm, gate and up, SwiGLU or GELU              one product
     down                                                one product
@@ -9,7 +9,7 @@
 Embedding, head and choice are three more. Each launch starts while the one before it still runs,
 and loads its first weights meanwhile: no launch of a step writes a weight. With RMSNorm of every
 head (Qwen3), heads are a launch of their own. More rows than `FEW` are multiplied by PyTorch, in
-ten launches a layer.
+nine or ten launches a layer.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
-"""Chooses how decode attention's kernel is launched: how much of the cache is loaded ahead."""
+"""Chooses how decode attention's kernel is launched: how the work is divided, and how much of the
+cache is loaded ahead.
+"""
 
+import math
 from dataclasses import dataclass
 
 import triton
@@ -13,6 +16,10 @@ MOST_KEYS = 128  # keys of a block
 # The most bytes of keys and values of a block, and its most keys times head_dim or rows.
 BLOCK_BYTES, BLOCK_NUMBERS = 32 * 1024, 64 * 128
 MOST_STAGES = 8
+# Each program has one pair of a sequence and a kv head if pairs fill this share of their waves, and
+# if a pair's keys and values have room for at most so many bytes: a long sequence among short ones
+# is then read by a few programs alone. Measured in 16 bits; from e4m3 it spills on Hopper.
+FILLED, MOST_WHOLE_BYTES = 0.75, 384 * 1024
 
 
 @dataclass(frozen=True)
@@ -20,15 +27,17 @@ class Config(KernelConfig):
     """Configures the launch.
 
     block_n: keys of a block.
-    programs: programs of a multiprocessor.
+    programs: programs that a multiprocessor holds at once.
     num_warps: warps of a program.
     num_stages: blocks that are loaded ahead or in use.
+    whole: each program has one pair. Otherwise programs have equal shares of all blocks.
     """
 
     block_n: int
     programs: int
     num_warps: int
     num_stages: int
+    whole: bool = False
 
 
 def tile_rows(problem: Problem) -> int:
@@ -50,10 +59,11 @@ def configs(call: Call) -> tuple[Config, ...]:
     # A block is free once it is in registers. From 64 rows on, products read it in shared memory.
     in_use = 0 if rows >= 64 else 1
 
-    def config(block_n: int, programs: int, num_warps: int, kib: int) -> Config:
+    def config(block_n: int, programs: int, num_warps: int, kib: int, whole=False) -> Config:
         """Returns the configuration with `kib` KiB of keys and values for each program."""
         blocks = kib * 1024 // (2 * block_n * row_bytes)
-        return Config(block_n, programs, num_warps, min(max(2, blocks + in_use), MOST_STAGES))
+        stages = min(max(2, blocks + in_use), MOST_STAGES)
+        return Config(block_n, programs, num_warps, stages, whole)
 
     found = (
         config(keys, 2, warps, 64),
@@ -66,6 +76,7 @@ def configs(call: Call) -> tuple[Config, ...]:
     )
 
     def fits(config: Config) -> bool:
+        """Returns whether a multiprocessor holds the programs."""
         blocks = (config.num_stages - in_use) * 2 * config.block_n * row_bytes
         # Operands or results also take memory. Operands are q and weights, in float32 three times.
         operands = rows * (width + config.block_n) * p.itemsize * (1 if p.itemsize == 2 else 3)
@@ -75,4 +86,9 @@ def configs(call: Call) -> tuple[Config, ...]:
 
     if not target.shared_bytes:  # the interpreter
         return found
+    whole = config(fewer, 4, warps, 32, whole=True)
+    waves = p["batch"] * p["kv_heads"] / (whole.programs * target.multiprocessors)
+    is_short = cache_itemsize(p) == 2 and 2 * row_bytes * p["n_keys"] <= MOST_WHOLE_BYTES
+    if is_short and waves >= FILLED * max(1, math.ceil(waves)):
+        found = whole, *found
     return tuple(filter(fits, dict.fromkeys(found))) or (config(LEAST, 1, 8, 0),)

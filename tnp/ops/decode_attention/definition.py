@@ -21,6 +21,7 @@ SCALE = 0.125  # gates and benchmarks pass this scale
 OPTIONS = ("cache", "full", "page_table", "k_descale", "v_descale")
 CACHES = {"e4m3": "float8_e4m3fn"}  # number formats of a cache other than q's
 SPARE_PAGES = 3  # pages of no sequence
+MANY = 128  # sequences whose pairs fill waves of A100, H100, H200 and B200 (`Config.whole`)
 
 
 def rows_of(problem: Problem) -> int:
@@ -183,6 +184,7 @@ def cases(operator: Operator, target: Target) -> Iterable[Case]:
         ]  # fmt: skip
     edges, many = ",".join(map(str, _EDGES)), ",".join(map(str, (*_EDGES[1:], 4095, 4096, 4097)))
     n_edges, n_many = len(_EDGES), len(_EDGES) + 2
+    many_short = ",".join(str(_EDGES[i % n_edges]) for i in range(MANY))
     found = []
     for dtype in FLOATS:
         found += [
@@ -199,6 +201,8 @@ def cases(operator: Operator, target: Target) -> Iterable[Case]:
         found += [
             case(2, 64, 8, 16, 1000, 128, dtype, lengths="777,1000"),
             case(70, 32, 8, 1, 8192, 128, dtype, 256, lengths="log_uniform"),
+            case(MANY, 32, 8, 1, 300, 64, dtype, lengths=many_short),
+            case(MANY, 32, 8, 1, 320, 64, dtype, 64, lengths=many_short),
             case(3, 8, 2, 2, 528, 80, dtype, 48, lengths="47,49,527"),
             case(1, 8, 8, 1, 70_000, 128, dtype),
             case(2, 8, 2, 1, 4097, 128, dtype, magnitude=4.0, lengths="4095,4097"),

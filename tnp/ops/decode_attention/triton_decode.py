@@ -9,7 +9,8 @@ a kv head's keys, heads of a group times tokens, are one tile of rows.
 A pair in one program is finished there. If several programs share a pair, each leaves a part in a
 workspace: rows not yet divided, their maxima and their sums. A program has at most two parts: of
 the pair in which it begins, and of the pair in which it ends. A second kernel computes in the same
-way which programs have parts of a pair, and adds them up in their order.
+way which programs have parts of a pair, and adds them up in their order. If pairs are many and
+short (`Config.whole`), each program takes one pair instead, and there is no second launch.
 
 On Hopper and newer GPUs both launch while the kernel before them runs (`tnp.ops._shared.few_rows`).
 The second does its arithmetic and then waits. It may read `lengths` before, because the first
@@ -133,11 +134,13 @@ def _decode_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BATCH: tl.constexpr, PAGE: tl.constexpr,
     PAGED: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, BLOCK_N: tl.constexpr,
-    START: tl.constexpr, PRECISION: tl.constexpr, FULL: tl.constexpr, CHAINED: tl.constexpr,
+    START: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, FULL: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Writes o of the pairs that lie in one program, and parts of the other pairs.
 
-    In a contiguous cache each sequence is its own page. WIDTH: HEAD_DIM with padding.
+    In a contiguous cache each sequence is its own page. WIDTH: HEAD_DIM with padding. WHOLE: each
+    program has one pair.
 
     Reads stay within bounds with any lengths and pages. A number out of range is taken as the
     nearest valid one, and the sum by which its sequence's results are divided becomes NaN.
@@ -146,12 +149,19 @@ def _decode_kernel(
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     n_rows: tl.constexpr = GROUP * TOKENS
     program, programs = tl.program_id(0), tl.num_programs(0)
-    sequence, units = _units(
-        lengths_ptr, stride_l, batch, capacity, BATCH, KV_HEADS, BLOCK_N, START
-    )
-    unit, end = _share(program, tl.sum(units, 0), programs)
-    b = tl.sum((tl.cumsum(units, 0) <= unit).to(tl.int32), 0)
-    at = unit - tl.sum(tl.where(sequence < b, units, 0), 0)  # among the sequence's units
+    if WHOLE:
+        b = program // KV_HEADS
+        length = tl.load(lengths_ptr + b * stride_l)
+        n_units = START + _n_blocks(_n_keys(length, capacity), BLOCK_N)
+        at = program % KV_HEADS * n_units  # among the sequence's units
+        unit, end = at, at + n_units
+    else:
+        sequence, units = _units(
+            lengths_ptr, stride_l, batch, capacity, BATCH, KV_HEADS, BLOCK_N, START
+        )
+        unit, end = _share(program, tl.sum(units, 0), programs)
+        b = tl.sum((tl.cumsum(units, 0) <= unit).to(tl.int32), 0)
+        at = unit - tl.sum(tl.where(sequence < b, units, 0), 0)
 
     last_page = (n_pages - 1).to(tl.uint32)
     row, offs_n, offs_d = tl.arange(0, ROWS), tl.arange(0, BLOCK_N), tl.arange(0, WIDTH)
@@ -304,7 +314,8 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
     q, k, v, lengths, table, k_descale, v_descale = read(inputs)
     p = call.problem
     batch, kv_heads, head_dim, capacity = p["batch"], p["kv_heads"], p["head_dim"], p["n_keys"]
-    programs = config.programs * call.target.multiprocessors
+    pairs = batch * kv_heads
+    programs = pairs if config.whole else config.programs * call.target.multiprocessors
     width, n_rows = triton.next_power_of_2(head_dim), rows_of(p)
     of_o = rows_layout(q)
     of_parts = flat(2 * programs * n_rows * (head_dim + 2))
@@ -313,7 +324,8 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
         WIDTH=width, BATCH=max(LEAST_BATCH, triton.next_power_of_2(batch)), BLOCK_N=config.block_n,
         START=START,
     )  # fmt: skip
-    split = capacity > config.block_n  # whether several programs may share a pair
+    # Whether several programs may share a pair.
+    split = capacity > config.block_n and not config.whole
     kernel = Bound(
         _decode_kernel, (programs,),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *of_o[1][:3], lengths.stride(0),
@@ -321,6 +333,7 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
         *_descale_strides(k_descale), *_descale_strides(v_descale), batch, capacity, len(k),
         ROWS=tile_rows(p), PAGED=table is not None, PAGE=0 if table is None else p["page"],
         K_DESCALE=k_descale is not None, V_DESCALE=v_descale is not None,
+        WHOLE=config.whole,
         PRECISION=EXACTLY if p.itemsize == 4 and tile_rows(p) >= 64 else FLOAT32_PRECISION.value,
         FULL=p["full"],
         **of_pairs, **chained(call.target), num_warps=config.num_warps,
@@ -330,10 +343,10 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
     if split:
         # A row reads as many parts at once as a pair has if all lengths are equal. It reads more
         # parts in turns.
-        alike = triton.next_power_of_2(triton.cdiv(programs, batch * kv_heads) + 1)
+        alike = triton.next_power_of_2(triton.cdiv(programs, pairs) + 1)
         at_once = max(4, min(alike, PARTS_AT_ONCE // width))
         add_parts = Bound(
-            _add_parts_kernel, (batch * kv_heads * n_rows,),
+            _add_parts_kernel, (pairs * n_rows,),
             *of_o[1][:3], lengths.stride(0), batch, capacity, programs, PARTS=at_once,
             **of_pairs, **chained(call.target),
             num_warps=max(1, at_once * width // PARTS_A_WARP),
