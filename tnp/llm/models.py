@@ -30,11 +30,12 @@ def draw(
         model: a model or its name.
         longest: the most tokens of a sequence; None: the model's own number.
         seed: of the random numbers, which depend on the device's type too.
-        dtype, device: the weights'.
+        dtype, device: the weights'. On "meta" they have shapes alone.
     """
     model = named(model) if isinstance(model, str) else model
     s = model.sizes if longest is None else replace(model.sizes, longest=longest)
-    generator = torch.Generator(device).manual_seed(seed)
+    meta = torch.device(device).type == "meta"
+    generator = None if meta else torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int, deviation: float = 1.0) -> Tensor:
         x = torch.randn(shape, generator=generator, device=device)
