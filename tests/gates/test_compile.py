@@ -201,9 +201,9 @@ def compiled() -> list[dict]:
     One process compiles all of them.
     """
     sizes = (
-        ("float32", 64, "16, 16, 4, 1"),
+        ("bfloat16", 64, "64, 32, 4, 1"),
         ("float32", 128, "64, 16, 4, 1"),
-        ("bfloat16", 64, "128, 256, 4, 1"),
+        ("bfloat16", 32, "128, 256, 4, 1"),
         ("bfloat16", 128, "64, 64, 4, 8"),
     )
     launched = (
