@@ -30,7 +30,7 @@ from tnp.gates.checks import Check, Unsupported, max_abs_error, relative_error
 from tnp.llm import models, reference
 from tnp.llm.cache import Cache
 from tnp.llm.decoder import Decoder, Layer, Linear
-from tnp.llm.generate import generate
+from tnp.llm.generate import ROUND, generate
 from tnp.llm.huggingface import build, read
 from tnp.llm.step import Step
 from tnp.llm.steps import STEPS
@@ -292,8 +292,11 @@ def _of_generate(
 
 
 def _written(step: Step, text: Text) -> Tensor:
-    """Returns the tokens [B, N_WRITTEN] of the largest logits, a step each."""
-    cache = Cache(step.decoder, len(PROMPTS), max(PROMPTS) + N_WRITTEN)
+    """Returns the tokens [B, N_WRITTEN] of the largest logits, a step each.
+
+    The cache has the capacity of `generate`'s: sums over parts of it depend on how many there are.
+    """
+    cache = Cache(step.decoder, len(PROMPTS), ROUND)
     chosen = [step.prompt(text.prompts, cache, text.lengths).argmax(-1)]
     while len(chosen) < N_WRITTEN:
         chosen.append(step(chosen[-1], cache).argmax(-1))
