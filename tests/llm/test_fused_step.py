@@ -22,16 +22,15 @@ from tnp.llm.tokens import Tokens
 from tnp.llm.torch_step import TorchStep
 from tnp.ops.kv_cache.paged import PagedCache
 
-VOCAB, N_STEPS, CAPACITY, PAGE = 100, 4, 20, 16
+VOCAB, N_STEPS, CAPACITY, PAGE = 50, 3, 20, 16
 LENGTHS = torch.tensor([15, 2, 5], dtype=torch.int32)  # the first goes on to a second page
 IDS = torch.randint(VOCAB, (3, 15 + N_STEPS), generator=torch.Generator().manual_seed(0))
 OUTSIDE = 0.75  # stands in the cache's memory before a run
-KINDS = ("gpt2", "llama", "qwen3")
 
 
 def drawn(kind: str, bits: int = 16, **sizes: int) -> Decoder:
     small = models.named(f"small_{kind}").sizes
-    own = {"vocab": VOCAB, "width": 64, "n_layers": 2, "n_heads": 2, "head_dim": 32, "d_ff": 96}
+    own = {"vocab": VOCAB, "width": 64, "n_layers": 2, "n_heads": 2, "head_dim": 32, "d_ff": 64}
     own |= {"n_kv_heads": 2 if kind == "gpt2" else 1, "longest": 32}
     model = Model(replace(small, **own | sizes), 1e4)
     decoder = models.draw(model, dtype=torch.bfloat16, device=DEVICE)
@@ -90,17 +89,18 @@ def unwritten(cache: Cache) -> bool:
     return True
 
 
-@pytest.mark.parametrize("bits", [16, 8, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind, bits", [("gpt2", 16), ("llama", 16), ("qwen3", 16), ("gpt2", 8), ("llama", 4)]
+)
 def test_errors_are_at_most_twice_those_of_operators(kind, bits):
     decoder = drawn(kind, bits)
     step, contiguous, in_pages = FusedStep(decoder), *caches(decoder)
-    runs = ((contiguous, N_STEPS), (in_pages, 2)) if bits == 16 else ((contiguous, 1),)
+    runs = ((contiguous, 1), (in_pages, 2))[: 2 if bits == 16 else 1]
     expected = exact(decoder)
-    bounds = 2 * errors(along(TorchStep(decoder), next(caches(decoder)), runs[0][1]), expected)
+    bounds = 2 * errors(along(TorchStep(decoder), next(caches(decoder)), 2), expected)
     for cache, n in runs:
         found = along(step, cache, n)
-        assert (errors(found, expected) <= bounds[:n]).all()
+        assert len(found) == n and (errors(found, expected) <= bounds[:n]).all()
         assert torch.equal(cache.lengths.cpu(), LENGTHS + n) and unwritten(cache)
     # Control: the bound tells positions that are one off.
     tables = ("positions",) if decoder.cos is None else ("cos", "sin")
@@ -178,7 +178,7 @@ def test_attention_adds_up_parts_of_a_short_cache(page):
 
 
 def test_weights_may_have_any_strides_and_places():
-    decoder = drawn("llama")
+    decoder = drawn("llama", n_layers=1)
 
     def strided(x: Tensor) -> Tensor:
         memory = x.new_empty(2 * x.numel() + 1)
@@ -255,7 +255,7 @@ def test_decoders_that_it_cannot_compute_are_refused(monkeypatch):
         (made(decoder, Target("cpu")), "the step 'fused' cannot run here: it needs a CUDA device"),
         (made(decoder, Target("cuda", capability=75)), "needs compute capability 8.0 or newer"),
         (made(decoder.to(dtype=torch.float32)), "bfloat16 or float16, not torch.float32"),
-        (made(drawn("llama", n_layers=1, head_dim=24)), "head_dim is 24 and d_ff 96: they must"),
+        (made(drawn("llama", n_layers=1, head_dim=24)), "head_dim is 24 and d_ff 64: they must"),
         (made(drawn("llama", n_layers=1, d_ff=100)), "head_dim is 32 and d_ff 100: they must"),
         error=RuntimeError,
     )

@@ -23,6 +23,7 @@ OF_STEP = {"embed", "streamed", "heads", "attend", "choice"}
 WAITS = """
 import io, json, re, torch, triton
 from contextlib import redirect_stdout
+from dataclasses import replace
 from tests.llm.test_decoder import TINY
 from tnp.dispatch import devices as targets
 from tnp.ops.kv_cache.append_kernel import entry
@@ -31,7 +32,6 @@ from tnp.gates.compile import collect
 from tnp.gates.launches import Launch, launches
 from tnp.llm import models
 from tnp.llm.cache import Cache
-from tnp.llm.decoder import mapped
 from tnp.llm.fused_step import FusedStep
 from tnp.llm.tokens import Tokens
 
@@ -58,10 +58,11 @@ def found():
         write = entry(target, meta(1, 16, 1000, 64), 2)
         write(meta(1, 16, 1000, 64), meta(1, 24, 2, 64), meta(1, dtype=torch.int32))
     yield Launch(90, "bfloat16", (("buffer", "enter"),), enter)
+    on_meta = {"dtype": torch.bfloat16, "device": "meta"}
     def step():
         for kind in ("gpt2", "qwen3"):
-            decoder = models.draw(TINY[kind], dtype=torch.bfloat16)
-            decoder = mapped(decoder, lambda x: x.to("meta"))
+            sizes = replace(TINY[kind].sizes, n_layers=1)
+            decoder = models.draw(replace(TINY[kind], sizes=sizes), **on_meta)
             with targets.on_meta(target):
                 FusedStep(decoder).follow(
                     Tokens(2, 1, (1,), 0, torch.device("meta")), Cache(decoder, 2, 64)

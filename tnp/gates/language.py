@@ -7,13 +7,16 @@ rotation in float32 in any dtype, so Llama and Qwen3 are held to 1e-6.
 Gates `decode--<kind>` hold each step in 16 bits, on a CPU in float32 too, to float64 of the same
 weights. The step reads a given text, because one different token would change all that follow. The
 error of logits may be twice that of Hugging Face's eager form in the same dtype, at every token.
-Prompts have different lengths, and the cache is contiguous or in pages in random order. Weights are
-drawn "wide" (see `tnp.llm.models.draw`), so that every part shows in the logits. Controls must
-fail.
+Prompts have different lengths, and the cache is contiguous or in pages in random order. Forks of
+sequences must have the bits of separate ones. The first layer's values by codes must have the error
+that `tnp.gates.quantizer` derives. Weights are drawn "wide" (see `tnp.llm.models.draw`), so that
+every part shows in the logits. Controls must fail. A CPU, which runs PyTorch's operators alone,
+takes a quarter of the steps.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +30,7 @@ from tnp.gates.checks import Check, Unsupported, max_abs_error, relative_error
 from tnp.llm import models, reference
 from tnp.llm.cache import Cache
 from tnp.llm.decoder import Decoder, Layer, Linear
-from tnp.llm.generate import generate
+from tnp.llm.generate import ROUND, generate
 from tnp.llm.huggingface import build, read
 from tnp.llm.step import Step
 from tnp.llm.steps import STEPS
@@ -45,8 +48,11 @@ PROMPTS = (24, 9, 17)  # tokens of each prompt
 N_STEPS = 64
 N_WRITTEN = 18  # tokens, more than are written between two looks
 N_OF_CODES = 24  # steps with codes, which PyTorch dequantizes in every step
+N_OF_FORKS = 12  # steps behind a fork
 N_OF_CONTROLS = 12  # steps of a control, which shows at once
-PAGE = 16
+LESS_ON_CPU = 4
+N_FORKED = 2  # sequences: with their forks few enough for every kernel of attention
+PAGE = 16  # the longest prompt fills one, and half of another
 OUTSIDE = 0.75  # stands in the cache's memory before a run
 GROUP = 64
 N_COPIES = 6  # of the prompts: more rows than kernels for a few rows take
@@ -140,9 +146,14 @@ class Text:
     whole: Tensor
     places: Tensor
 
+    @property
+    def longest(self) -> int:
+        """Returns how many tokens a sequence has at most."""
+        return self.whole.shape[1]
+
     def first(self, n_steps: int) -> Text:
         """Returns the text with its first steps alone."""
-        return replace(self, steps=self.steps[:n_steps])
+        return replace(self, steps=self.steps[: _fewer(n_steps, self.whole.device)])
 
     def copied(self, n: int) -> Text:
         """Returns n copies of the prompts, one after the other, with their steps."""
@@ -157,13 +168,18 @@ class Text:
         return logits[batch, self.places]
 
 
+def _fewer(n_steps: int, device: torch.device) -> int:
+    """Returns how many steps run on a device in place of `n_steps`."""
+    return n_steps if device.type == "cuda" else n_steps // LESS_ON_CPU
+
+
 def _text(decoder: Decoder) -> Text:
-    longest = max(PROMPTS)
-    ids = _ids(decoder, len(PROMPTS), longest + N_STEPS)
+    longest, n_steps = max(PROMPTS), _fewer(N_STEPS, decoder.device)
+    ids = _ids(decoder, len(PROMPTS), longest + n_steps)
     lengths = torch.tensor(PROMPTS, dtype=torch.int32, device=ids.device)
     prompts = ids[:, :longest].clone()
-    steps = torch.stack([row[n : n + N_STEPS] for row, n in zip(ids, PROMPTS, strict=True)], 1)
-    places = lengths.long() - 1 + torch.arange(N_STEPS + 1, device=ids.device)[:, None]
+    steps = torch.stack([row[n : n + n_steps] for row, n in zip(ids, PROMPTS, strict=True)], 1)
+    places = lengths.long() - 1 + torch.arange(n_steps + 1, device=ids.device)[:, None]
     return Text(prompts, lengths, steps, ids, places)
 
 
@@ -177,8 +193,9 @@ def _of_steps(model: models.Model, device: torch.device) -> Iterator[Check]:
         if dtype == torch.bfloat16:
             for bits in (8, 4):
                 coded = decoder.quantize(bits, GROUP, 8)
-                truth = _Truth(coded, text, reference.logits(coded, text.whole))
-                yield from _of_codes(coded, text, truth, bits)
+                of_codes = _Truth(coded, text, reference.logits(coded, text.whole))
+                theory = _Theory(decoder, coded, truth, of_codes)
+                yield from _of_codes(coded, text, of_codes, theory, bits)
 
 
 class _Truth:
@@ -231,7 +248,9 @@ def _of_dtype(decoder: Decoder, text: Text, truth: _Truth, with_controls: bool) 
     dtype = str(decoder.dtype).removeprefix("torch.")
     for name, step in _steps(decoder):
         check = partial(_check, dtype, name)
-        cache = _filled(Cache(decoder, len(PROMPTS), max(PROMPTS) + N_STEPS + 3))
+        cache = Cache(decoder, len(PROMPTS), text.longest + 3)
+        for memory in (*cache.keys, *cache.values):
+            memory.fill_(OUTSIDE)
         found = _run(step, text, cache)
         yield check("logits at every token", "error_ratio", truth.ratio(found), RATIO)
         differing, share = truth.differing(found)
@@ -248,11 +267,12 @@ def _of_dtype(decoder: Decoder, text: Text, truth: _Truth, with_controls: bool) 
             yield check("equal bits from a CUDA graph", "max_abs_error", error, 0.0)
         if with_controls:  # once is enough: no kernel of its own depends on the dtype
             yield from _of_generate(decoder, name, step, text, check)
-        paged, spare = _in_pages(decoder)
+        paged, spare = _in_pages(decoder, text)
         yield check("pages in random order", "error_ratio",
                     truth.ratio(_run(step, text, paged)), RATIO)  # fmt: skip
         yield check("writes beyond the lengths, in pages", "max_abs_error",
                     max(_outside(paged), _change(spare())), 0.0)  # fmt: skip
+        yield from _of_forks(decoder, step, text, check)
         for what, broken in _broken_runs(decoder, step, text) if with_controls else ():
             yield check(f"control must fail: {what}", "error_ratio", truth.ratio(broken), RATIO,
                         larger_is_better=True)  # fmt: skip
@@ -303,8 +323,11 @@ def _of_many(
 
 
 def _written(step: Step, text: Text) -> Tensor:
-    """Returns the tokens [B, N_WRITTEN] of the largest logits, a step each."""
-    cache = _new(step.decoder)
+    """Returns the tokens [B, N_WRITTEN] of the largest logits, a step each.
+
+    The cache has the capacity of `generate`'s: sums over parts of it depend on how many there are.
+    """
+    cache = Cache(step.decoder, len(PROMPTS), ROUND)
     chosen = [step.prompt(text.prompts, cache, text.lengths).argmax(-1)]
     while len(chosen) < N_WRITTEN:
         chosen.append(step(chosen[-1], cache).argmax(-1))
@@ -315,25 +338,64 @@ def _check(dtype: str, name: str, what: str, metric: str, *bounded: float, **mor
     return Check(f"{dtype}: {what}", metric, *bounded, name, **more)
 
 
-def _of_codes(decoder: Decoder, text: Text, truth: _Truth, bits: int) -> Iterator[Check]:
+class _Theory:
+    """Holds the error that codes should give to the first layer's values, behind its norm.
+
+    It is the error r of `tnp.gates.quantizer`, of those rows of the weight that values come from,
+    beside the rounding of the plain reference's own values. Neither a norm nor a rotation comes
+    after values, so the cache holds the product itself.
+    """
+
+    def __init__(self, decoder: Decoder, coded: Decoder, truth: _Truth, of_codes: _Truth) -> None:
+        s = decoder.sizes
+        rows = slice(-s.n_kv_heads * s.head_dim, None)
+        weight, scales = decoder.layers[0].qkv.weight[rows], coded.layers[0].qkv.weight.scales[rows]
+        r = scales.double().square().mean().div(12).sqrt() / weight.double().std()
+        (_, exact), (_, of_exact), (_, plain) = (
+            one[0] for one in (truth.cached, of_codes.cached, of_codes.cached_in_dtype)
+        )
+        self.expected = math.hypot(r.item(), relative_error(plain, of_exact))
+        bias = decoder.layers[0].qkv.bias
+        self._bias = 0.0 if bias is None else bias[rows].double().view(s.n_kv_heads, 1, -1)
+        self._values = exact - self._bias
+
+    def off(self, cache: Cache) -> float:
+        """Returns how far the error of a cache's values is from the expected one, relatively."""
+        found, exact = (
+            torch.cat([row[:, :n] for row, n in zip(x, cache.lengths.tolist(), strict=True)], 1)
+            for x in (cache.values[0].double() - self._bias, self._values)
+        )
+        return abs(relative_error(found, exact) / self.expected - 1)
+
+
+def _of_codes(
+    decoder: Decoder, text: Text, truth: _Truth, theory: _Theory, bits: int
+) -> Iterator[Check]:
+    of = f"bfloat16, weights of {bits} bits"
     for name, step in _steps(decoder):
-        found = _run(step, text.first(N_OF_CODES), _new(decoder))
-        yield Check(f"bfloat16, weights of {bits} bits: logits at every token", "error_ratio",
-                    truth.ratio(found), RATIO, name)  # fmt: skip
+        cache = _new(decoder, text)
+        found = _run(step, text.first(N_OF_CODES), cache)
+        yield Check(f"{of}: logits at every token", "error_ratio", truth.ratio(found), RATIO, name)
         differing, _ = truth.differing(found)
-        yield Check(f"bfloat16, weights of {bits} bits: largest logits that stand out and differ",
-                    "count", differing, 0.0, name)  # fmt: skip
-        broken = type(step)(_each_layer(decoder, _next_scales))
-        found = _run(broken, text.first(N_OF_CONTROLS), _new(decoder))
-        yield Check(f"control must fail: {bits} bits, scales of the next group", "error_ratio",
-                    truth.ratio(found), RATIO, name, larger_is_better=True)  # fmt: skip
+        yield Check(f"{of}: largest logits that stand out and differ", "count", differing, 0.0,
+                    name)  # fmt: skip
+        yield Check(f"{of}: error of the first layer's values over theory", "less 1, absolute",
+                    theory.off(cache), 0.1, name)  # fmt: skip
+        broken, cache = type(step)(_each_layer(decoder, _next_scales)), _new(decoder, text)
+        found = _run(broken, text.first(N_OF_CONTROLS), cache)
+        control = f"control must fail: {bits} bits, scales of the next group"
+        yield Check(control, "error_ratio", truth.ratio(found), RATIO, name,
+                    larger_is_better=True)  # fmt: skip
+        yield Check(f"{control}, values", "less 1, absolute", theory.off(cache), 0.1, name,
+                    larger_is_better=True)  # fmt: skip
 
 
 def _next_scales(layer: Layer) -> Layer:
-    weight = layer.up.weight
-    return replace(
-        layer, up=replace(layer.up, weight=replace(weight, scales=weight.scales.roll(1, 1)))
-    )
+    def changed(linear: Linear) -> Linear:
+        weight = linear.weight
+        return replace(linear, weight=replace(weight, scales=weight.scales.roll(1, 1)))
+
+    return replace(layer, qkv=changed(layer.qkv), up=changed(layer.up))
 
 
 def _steps(decoder: Decoder) -> Iterator[tuple[str, Step]]:
@@ -378,35 +440,116 @@ def _run(
     return torch.stack(found)
 
 
-def _new(decoder: Decoder) -> Cache:
-    return Cache(decoder, len(PROMPTS), max(PROMPTS) + N_STEPS)
+def _new(decoder: Decoder, text: Text) -> Cache:
+    return Cache(decoder, len(PROMPTS), text.longest)
 
 
-def _filled(cache: Cache) -> Cache:
-    """Returns the cache with `OUTSIDE` in all of its memory."""
-    for memory in (*cache.keys, *cache.values):
-        memory.fill_(OUTSIDE)
-    return cache
-
-
-def _in_pages(decoder: Decoder) -> tuple[Cache, Callable[[], Tensor]]:
+def _in_pages(decoder: Decoder, text: Text) -> tuple[Cache, Callable[[], Tensor]]:
     """Returns a cache in pages of random order, and a function that returns all other pages."""
-    s, n_tokens = decoder.sizes, max(PROMPTS) + N_STEPS
-    columns = -(-n_tokens // PAGE)
+    pool = _pool(decoder, len(PROMPTS), text.longest)
+    handles = [pool.allocate() for _ in PROMPTS]
+    cache = Cache.of_pages(pool, handles, text.longest)
+    return cache, partial(_others, cache)
+
+
+def _pool(decoder: Decoder, n_sequences: int, n_tokens: int) -> PagedCache:
+    """Returns a pool that gives its pages in random order, three more than needed.
+
+    `OUTSIDE` is in all of its memory.
+    """
+    s = decoder.sizes
     pool = PagedCache(
-        len(PROMPTS) * columns + 3, page=PAGE, n_layers=s.n_layers, n_kv_heads=s.n_kv_heads,
-        head_dim=s.head_dim, dtype=decoder.dtype, device=decoder.device,
+        n_sequences * -(-n_tokens // PAGE) + 3, page=PAGE, n_layers=s.n_layers,
+        n_kv_heads=s.n_kv_heads, head_dim=s.head_dim, dtype=decoder.dtype, device=decoder.device,
     )  # fmt: skip
     single = [pool.allocate(1) for _ in range(pool.n_free)]
     order = torch.randperm(len(single), generator=torch.Generator().manual_seed(2)).tolist()
     for place in order:  # a pool gives back the pages that were freed last
         pool.free(single[place])
-    handles = [pool.allocate() for _ in PROMPTS]
-    cache = _filled(Cache.of_pages(pool, handles, n_tokens))
+    for layer in range(s.n_layers):
+        for memory in pool.layer(layer):
+            memory.fill_(OUTSIDE)
+    return pool
+
+
+def _others(cache: Cache) -> Tensor:
+    """Returns the keys and values of the pages that are not in the cache's table."""
     used = cache.page_table.unique().tolist()
     others = [page for page in range(len(cache.keys[0])) if page not in used]
+    return torch.stack([memory[others] for memory in (*cache.keys, *cache.values)])
+
+
+@dataclass(frozen=True)
+class _Forked:
+    """Holds a run of prompts that two texts each follow.
+
+    `logits` are [n, B, vocab], behind the prompts. `n_shared` is how many pages belong to two
+    sequences, and `changed` their largest change.
+    """
+
+    logits: Tensor
+    cache: Cache
+    n_shared: int
+    changed: float
+
+    def contents(self) -> Tensor:
+        """Returns all keys and values [2 · n_layers, B, n_kv_heads, tokens, head_dim]."""
+        memories, n = (*self.cache.keys, *self.cache.values), int(self.cache.lengths[0])
+        return torch.stack([_rows(self.cache, memory)[:, :, :n] for memory in memories])
+
+
+def _of_forks(
+    decoder: Decoder, step: Step, text: Text, check: Callable[..., Check]
+) -> Iterator[Check]:
+    """Compares forks, which go on differently, with separate sequences: bits are equal."""
+    apart, forks, broken = (_forked(decoder, step, text, how) for how in ("no", "yes", "broken"))
+    contents = apart.contents()
+    yield check("forks: logits", "max_abs_error", max_abs_error(forks.logits, apart.logits), 0.0)
+    yield check("forks: keys and values", "max_abs_error",
+                max_abs_error(forks.contents(), contents), 0.0)  # fmt: skip
+    yield check("forks: shared pages", "count", forks.n_shared, N_FORKED, larger_is_better=True)
+    yield check("forks: changes of shared pages", "max_abs_error", forks.changed, 0.0)
+    yield check("forks: writes elsewhere", "max_abs_error",
+                max(_outside(forks.cache), _change(_others(forks.cache))), 0.0)  # fmt: skip
+    for what, metric, value in (
+        ("logits", "relative_error", relative_error(broken.logits, apart.logits)),
+        ("keys and values", "relative_error", relative_error(broken.contents(), contents)),
+        ("shared pages", "max_abs_error", broken.changed),
+    ):
+        yield check(f"control must fail: forks that write to one page, {what}", metric, value,
+                    CONTROL_BOUND, larger_is_better=True)  # fmt: skip
+
+
+def _forked(decoder: Decoder, step: Step, text: Text, how: str) -> _Forked:
+    """Runs prompts of equal lengths, and two texts behind each.
+
+    Args:
+        decoder, step, text: what runs.
+        how: "yes": the second text follows a fork. "no": it follows the same prompt in pages of its
+            own. "broken": it follows a fork, and writes to the last page of the first text.
+    """
+    n_steps, n_prompt = _fewer(N_OF_FORKS, decoder.device), max(PROMPTS)
+    pool, handles = _pool(decoder, 2 * N_FORKED, n_prompt + n_steps), []
+    for _ in range(2 if how == "no" else 1):  # batches of one size, so that bits are equal
+        new = [pool.allocate() for _ in range(N_FORKED)]
+        step.prompt(text.whole[:N_FORKED, :n_prompt], Cache.of_pages(pool, new, n_prompt))
+        handles += new
+    if how != "no":
+        handles += [pool.fork(handle) for handle in handles]
+    cache = Cache.of_pages(pool, handles, n_steps)
+    if how == "broken":
+        cache.page_table[N_FORKED:, -1] = cache.page_table[:N_FORKED, -1]
+    pages, owners = cache.page_table.unique(return_counts=True)
+    shared = pages[owners > 1].long()
     memories = (*cache.keys, *cache.values)
-    return cache, lambda: torch.stack([memory[others] for memory in memories])
+    before = [memory[shared] for memory in memories]
+    behind = text.whole[:, n_prompt : n_prompt + n_steps]
+    ids = torch.cat((behind[:N_FORKED], behind[-N_FORKED:]))
+    logits = torch.stack([step(column, cache).clone() for column in ids.t().contiguous()])
+    changed = max(
+        max_abs_error(memory[shared], old) for memory, old in zip(memories, before, strict=True)
+    )
+    return _Forked(logits, cache, len(shared), changed)
 
 
 def _rows(cache: Cache, memory: Tensor) -> Tensor:
@@ -451,22 +594,22 @@ def _broken_runs(decoder: Decoder, step: Step, text: Text) -> Iterator[tuple[str
     """Yields logits of runs with one mistake."""
     kind, text = type(step), text.first(N_OF_CONTROLS)
     for name, broken in _broken_decoders(decoder):
-        yield name, _run(kind(broken), text, _new(decoder))
+        yield name, _run(kind(broken), text, _new(decoder, text))
     tables = ("positions",) if decoder.cos is None else ("cos", "sin")
     turned = {name: getattr(decoder, name).roll(-1, 0) for name in tables}
     ahead = kind(replace(decoder, **turned))
     yield (
         "positions one off behind the prompt",
-        _run(step, text, _new(decoder), behind_prompt=lambda: ahead),
+        _run(step, text, _new(decoder, text), behind_prompt=lambda: ahead),
     )
-    cache = _new(decoder)
+    cache = _new(decoder, text)
 
     def shortened() -> Step:
         cache.lengths -= 1
         return step
 
     yield "lengths less one", _run(step, text, cache, behind_prompt=shortened)
-    paged, _ = _in_pages(decoder)
+    paged, _ = _in_pages(decoder, text)
 
     def exchanged() -> Step:
         paged.page_table[:2, 0] = paged.page_table[:2, 0].flip(0)

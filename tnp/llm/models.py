@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -30,22 +31,27 @@ def draw(
         model: a model or its name.
         longest: the most tokens of a sequence; None: the model's own number.
         seed: of the random numbers, which depend on the device's type too.
-        dtype, device: the weights'.
+        dtype, device: the weights'. On "meta" they have shapes alone.
     """
     model = named(model) if isinstance(model, str) else model
     s = model.sizes if longest is None else replace(model.sizes, longest=longest)
-    generator = torch.Generator(device).manual_seed(seed)
+    meta = torch.device(device).type == "meta"
+    generator = None if meta else torch.Generator(device).manual_seed(seed)
+
+    def random(draws: Callable[..., Tensor], *shape: int) -> Tensor:
+        if meta:
+            return torch.empty(shape, device=device)
+        return draws(shape, generator=generator, device=device)
 
     def normal(*shape: int, deviation: float = 1.0) -> Tensor:
-        x = torch.randn(shape, generator=generator, device=device)
-        return x.mul_(deviation).to(dtype)
+        return random(torch.randn, *shape).mul_(deviation).to(dtype)
 
     def linear(n_out: int, n_in: int) -> Linear:
         bias = normal(n_out, deviation=0.2) if s.kind == "gpt2" else None
         return Linear(normal(n_out, n_in, deviation=n_in**-0.5), bias)
 
     def norm(width: int) -> Norm:
-        weight = torch.rand(width, generator=generator, device=device).add_(0.5).to(dtype)
+        weight = random(torch.rand, width).add_(0.5).to(dtype)
         return Norm(weight, normal(width, deviation=0.2) if s.kind == "gpt2" else None)
 
     heads, kv_heads = s.n_heads * s.head_dim, s.n_kv_heads * s.head_dim
