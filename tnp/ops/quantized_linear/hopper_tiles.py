@@ -469,7 +469,7 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
         STAGES=config.stages, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     has_parts = each % n_steps != 0
-    of_parts = programs, 2, config.outputs, config.rows
+    of_parts = programs * has_parts, 2, config.outputs, config.rows
 
     def launch(inputs, scalars):
         x, weight, scales, zeros, bias = inputs
@@ -477,11 +477,9 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
         scales = scales.contiguous()
         zeros = scales if zeros is None else zeros.contiguous()
         bias = scales if bias is None else bias.contiguous()
-        parts = counts = y
-        if has_parts:
-            parts = x.new_empty(of_parts, dtype=torch.float32)
-            counts = zeros_for(x, n_tiles * CONSUMERS.value)
         words = as_rows(weight).view(torch.int32)
+        parts = x.new_empty(of_parts, dtype=torch.float32)
+        counts = zeros_for(x, n_tiles * CONSUMERS.value) if has_parts else words
         kernel(words, as_rows(x), scales, zeros, bias, y, parts, counts)
         return (y,), ()
 
