@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tnp.dispatch.launcher import Bound
-from tnp.dispatch.spec import Call, Kernel, Reason, on_cuda
+from tnp.dispatch.spec import Call, Kernel, Reason
 from tnp.ops._shared.counters import zeros_for
 from tnp.ops._shared.hopper_primitives import barriers, structure, thread_barrier
 from tnp.ops._shared.primitives import KernelConfig
@@ -422,9 +422,9 @@ def described(rows: int, columns: int) -> Callable[[Tensor], TensorDescriptor]:
 
 
 def supported(call: Call) -> Reason:
-    if reason := on_cuda(CAPABILITY, CAPABILITY + 1)(call):
-        return reason
-    p = call.problem
+    p, target = call.problem, call.target
+    if target.kind != "cuda" or target.capability != CAPABILITY:
+        return f"it is written for compute capability {CAPABILITY / 10}"
     each = 8 * ALIGNED // p["bits"]
     if p["n_in"] % each:
         return f"it takes n_in that {each} divides with bits={p['bits']}, not {p['n_in']}"
