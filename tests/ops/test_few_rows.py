@@ -16,7 +16,10 @@ from tnp.gates.checks import relative_error
 from tnp.ops._shared.few_rows import add_dot_in_parts, chained
 from tnp.ops.projection import linear
 
-KERNELS = {"few_rows", "streamed", "rms_norm_linear", "decode", "add_parts", "enter"}
+KERNELS = {
+    "few_rows", "streamed", "rms_norm_linear", "decode", "add_parts", "enter", "hopper_tiles",
+    "weight",
+}  # fmt: skip
 OF_STEP = {"embed", "streamed", "heads", "attend", "choice"}
 # Prints of each kernel: its name and capability, whether it is launched ahead of the end of the one
 # before, and in their order what touches memory or has to do with other launches.
@@ -53,7 +56,9 @@ def found():
         target = targets.of_capability(capability)
         for op in ops:
             operator = catalog().operator(op)
-            yield from launches(operator, operator.problem("bfloat16", **PROBLEMS[op]), target)
+            for other in ({}, {"rows": 1024}) if op == "quantized_linear" else ({},):
+                problem = operator.problem("bfloat16", **PROBLEMS[op] | other)
+                yield from launches(operator, problem, target)
     def enter():
         write = entry(target, meta(1, 16, 1000, 64), 2)
         write(meta(1, 16, 1000, 64), meta(1, 24, 2, 64), meta(1, dtype=torch.int32))

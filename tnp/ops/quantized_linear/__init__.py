@@ -4,7 +4,8 @@
 
 Activations stay in 16 bits. Codes less their zero points are exact in bfloat16 and float16, so our
 kernels multiply these, and apply a group's scale to its float32 sum: they add no error of their
-own. `torch` makes the weight in x's dtype first, which rounds it.
+own. `torch` makes the weight in x's dtype first, which rounds it, and so do we for 1,024 rows and
+more (`triton_weight`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,12 @@ OPERATOR = Operator(
             "triton",
             forward=Operation(
                 "quantized_linear.forward",
-                (f"{__name__}.few_rows:FORWARD", f"{__name__}.triton_tiles:FORWARD"),
+                (
+                    f"{__name__}.few_rows:FORWARD",
+                    f"{__name__}.triton_weight:FORWARD",
+                    f"{__name__}.hopper_tiles:FORWARD",
+                    f"{__name__}.triton_tiles:FORWARD",
+                ),
             ),
             supported=triton_from(80),
             dtypes=OF_16_BITS,

@@ -128,7 +128,7 @@ _INTERPRETED = (
     (2, 77, 19, 77, _8),
     (33, 128, 16, 128, _8 | {"scale": 1e-4}),
 )
-_ROWS = (1, 2, 8, 15, 16, 17, 40, 64, 65, 777)
+_ROWS = (1, 2, 8, 15, 16, 17, 40, 64, 65, 777, 1030)
 
 
 def _on_gpu():
@@ -172,7 +172,10 @@ def compiled(operator: Operator, target: Target):
         for rows in (1, 40, 512):
             for options in (_4, _8, _4 | _ZEROS | _BIAS, _8 | _ZEROS):
                 yield _problem(operator, dtype, rows, 128, options)
-        yield _problem(operator, dtype, 40, 32, _4)
+        for rows in (20, 40):
+            yield _problem(operator, dtype, rows, 32, _4)
+        for options in (_4 | _ZEROS, _8):
+            yield _problem(operator, dtype, 2048, 128, options)
         yield _problem(operator, dtype, 40, 4096, _8)
         ragged = {"n_in": 2056, "n_out": 513, "group": 2056}
         yield operator.problem(dtype, rows=40, **ragged, **_4, **_ZEROS)

@@ -10,19 +10,18 @@ threads that share a row needs one neighbouring pair; of 8-bit codes, half a wor
 
 While a warpgroup makes the next numbers, the tensor cores multiply the numbers before. Integers
 are exact in 16 bits. The float32 sum of a group is multiplied by the group's scales, while the
-other warpgroup multiplies. With SCALED the numbers are multiplied by their scales instead, and
-rounded: the weight is then the one that `torch` makes.
+other warpgroup multiplies.
 
 Steps of all tiles are shared out equally, so a tile may belong to several programs (Stream-K, Osama
-et al., arXiv 2301.03598). Each of them leaves a part, and a second launch adds parts in their
-order.
+et al., arXiv 2301.03598). Each of them leaves a part. The last to finish adds up all parts, in the
+order of inputs, so that results are equal from run to run.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -35,31 +34,33 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tnp.dispatch.launcher import Bound
-from tnp.ops._shared.few_rows import follow
-from tnp.ops._shared.hopper_primitives import barriers, structure
-from tnp.ops._shared.primitives import KernelConfig, cast
+from tnp.dispatch.spec import Call, Kernel, Reason
+from tnp.ops._shared.counters import zeros_for
+from tnp.ops._shared.hopper_primitives import barriers, structure, thread_barrier
+from tnp.ops._shared.primitives import KernelConfig
+from tnp.ops.quantized_linear.definition import OPTIONS
+from tnp.ops.quantized_linear.triton_tiles import empty
 
+CAPABILITY = 90
 CONSUMERS = gl.constexpr(2)
 REGISTERS = gl.constexpr(240)
+ALIGNED = 16  # bytes, of which rows are multiples that TMA reads
+MOST_SUB = 64  # inputs whose numbers are made at a time, at most
+# Steps of a program, at least, if a tile has as many. More programs would leave more parts.
+LEAST_STEPS = 4
 
 
 @dataclass(frozen=True)
 class Config(KernelConfig):
-    """Sets a tile.
-
-    rows: of x in a tile. outputs: of a tile, 128 or 256. inputs: of a step, which a stage holds.
-    sub: inputs that are converted at a time. stages: steps in flight.
-    scaled: whether scales multiply the numbers, not the sums.
-    least: steps of a program, at least. Fewer programs leave fewer parts.
-    """
+    """Sets the rows of x and the outputs of a tile, the inputs of a stage, and stages in flight."""
 
     rows: int
     outputs: int
     inputs: int
-    sub: int
     stages: int
-    scaled: bool = False
-    least: int = 1
+
+
+CONFIGS = Config(32, 128, 128, 6), Config(64, 128, 128, 5), Config(128, 128, 128, 4)
 
 
 @structure
@@ -78,12 +79,11 @@ class Steps:
 
 
 @gluon.constexpr_function
-def operand_ptx(bits, dtype, zeros, scaled):
+def operand_ptx(bits, dtype, zeros):
     """Returns PTX that makes two pairs of numbers from two words.
 
     $2, $3: words. $4, $5: for 4 bits how far the pair is shifted, for 8 bits the bytes of the pair
-    as an operand of `prmt`. Then follow twice what is added, if `zeros`; and twice the scales, if
-    `scaled`.
+    as an operand of `prmt`. $6, $7: if `zeros`, what is added.
     """
     kind = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
     high = dtype != gl.bfloat16
@@ -112,8 +112,6 @@ def operand_ptx(bits, dtype, zeros, scaled):
             lines += [f"fma.rn.{kind} {out}, s, c, a;"]
             if zeros:
                 lines += [f"fma.rn.{kind} {out}, {out}, one, {added};"]
-        if scaled:
-            lines += [f"mul.rn.{kind} {out}, {out}, ${(8 if zeros else 6) + i};"]
     return "{" + "\n".join(lines) + "}"
 
 
@@ -172,9 +170,9 @@ def group_of(
 
 @gluon.jit
 def operand(
-    steps, step, sub: gl.constexpr, WARPGROUP: gl.constexpr, of_group, scales_ptr, zeros_ptr,
-    in_outputs, dtype: gl.constexpr, BITS: gl.constexpr, HAS_ZEROS: gl.constexpr,
-    SCALED: gl.constexpr, N: gl.constexpr, SUB: gl.constexpr, OPERAND: gl.constexpr,
+    steps, step, sub: gl.constexpr, WARPGROUP: gl.constexpr, of_group, zeros_ptr, in_outputs,
+    dtype: gl.constexpr, BITS: gl.constexpr, HAS_ZEROS: gl.constexpr, N: gl.constexpr,
+    SUB: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Returns SUB of a step's inputs as the left operand [N, SUB]."""
     W: gl.constexpr = SUB * BITS // 32
@@ -191,13 +189,9 @@ def operand(
         zeros = gl.load(zeros_ptr + of_group, mask=in_outputs, other=0)
         added = zero_points(zeros, dtype, BITS)
         args = args + [gl.expand_dims(gl.expand_dims(added, 1), 2)]
-    if SCALED:
-        scales = gl.load(scales_ptr + of_group, mask=in_outputs, other=0.0)
-        pairs = twice(scales.to(gl.int16, bitcast=True))
-        args = args + [gl.expand_dims(gl.expand_dims(pairs, 1), 2)]
-    CONSTRAINTS: gl.constexpr = "=r,=r" + ",r,r" * (2 + HAS_ZEROS + SCALED)
+    CONSTRAINTS: gl.constexpr = "=r,=r" + ",r,r" * (2 + HAS_ZEROS)
     one, two = gl.inline_asm_elementwise(
-        operand_ptx(BITS, dtype, HAS_ZEROS, SCALED), CONSTRAINTS, args,
+        operand_ptx(BITS, dtype, HAS_ZEROS), CONSTRAINTS, args,
         dtype=(gl.int16, gl.int16), is_pure=True, pack=2,
     )  # fmt: skip
     if BITS == 4:
@@ -244,11 +238,16 @@ def produce(steps, codes_desc, x_desc, INPUTS: gl.constexpr, WORDS: gl.constexpr
 
 
 @gluon.jit
+def part_at(parts_ptr, slot, WARPGROUP: gl.constexpr, M: gl.constexpr, N: gl.constexpr):
+    return parts_ptr + (slot * CONSUMERS + WARPGROUP).to(gl.int64) * (M * N)
+
+
+@gluon.jit
 def consume(
-    steps, scales_ptr, zeros_ptr, bias_ptr, y_ptr, parts_ptr, n_rows, n_out, n_groups,
-    dtype: gl.constexpr, WARPGROUP: gl.constexpr, BITS: gl.constexpr, HAS_ZEROS: gl.constexpr,
-    HAS_BIAS: gl.constexpr, GROUP: gl.constexpr, INPUTS: gl.constexpr, SUB: gl.constexpr,
-    SCALED: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
+    steps, scales_ptr, zeros_ptr, bias_ptr, y_ptr, parts_ptr, counts_ptr, n_rows, n_out, n_groups,
+    each, dtype: gl.constexpr, WARPGROUP: gl.constexpr, BITS: gl.constexpr,
+    HAS_ZEROS: gl.constexpr, HAS_BIAS: gl.constexpr, GROUP: gl.constexpr, INPUTS: gl.constexpr,
+    SUB: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
 ):  # fmt: skip
     """Multiplies N outputs of each tile. GROUP is 0 if a row has one scale."""
     SUMS: gl.constexpr = sums_layout(M)
@@ -257,7 +256,8 @@ def consume(
     OF_SUMS: gl.constexpr = gl.SliceLayout(1, SUMS)
     OF_WORDS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
     SUBS: gl.constexpr = INPUTS // SUB
-    AT_END: gl.constexpr = SCALED or GROUP == 0  # all products are added in one sum
+    AT_END: gl.constexpr = GROUP == 0  # all products are added in one sum
+    AHEAD: gl.constexpr = 4 if M <= 64 else 2  # parts that are loaded at a time
     at = steps.begin
     done = at * 0
     while at < steps.end:
@@ -277,7 +277,7 @@ def consume(
         mbarrier.wait(steps.full.index(done % steps.STAGES), (done // steps.STAGES) & 1)
         left = operand(
             steps, done, 0, WARPGROUP, of_words + group_of(first, 0, n_groups, GROUP, INPUTS, SUB),
-            scales_ptr, zeros_ptr, in_words, dtype, BITS, HAS_ZEROS, SCALED, N, SUB, OPERAND,
+            zeros_ptr, in_words, dtype, BITS, HAS_ZEROS, N, SUB, OPERAND,
         )  # fmt: skip
         before = left
         for i in range(n):
@@ -304,8 +304,8 @@ def consume(
                 if j + 1 < SUBS:
                     group = group_of(first + i, j + 1, n_groups, GROUP, INPUTS, SUB)
                     left = operand(
-                        steps, done, j + 1, WARPGROUP, of_words + group, scales_ptr, zeros_ptr,
-                        in_words, dtype, BITS, HAS_ZEROS, SCALED, N, SUB, OPERAND,
+                        steps, done, j + 1, WARPGROUP, of_words + group, zeros_ptr, in_words,
+                        dtype, BITS, HAS_ZEROS, N, SUB, OPERAND,
                     )  # fmt: skip
                 else:
                     mbarrier.wait(
@@ -313,8 +313,8 @@ def consume(
                     )
                     group = group_of(first + i + 1, 0, n_groups, GROUP, INPUTS, SUB)
                     left = operand(
-                        steps, following, 0, WARPGROUP, of_words + group, scales_ptr, zeros_ptr,
-                        in_words, dtype, BITS, HAS_ZEROS, SCALED, N, SUB, OPERAND,
+                        steps, following, 0, WARPGROUP, of_words + group, zeros_ptr, in_words,
+                        dtype, BITS, HAS_ZEROS, N, SUB, OPERAND,
                     )  # fmt: skip
                 if not AT_END and (j + 1) * SUB % GROUP == 0:
                     some, _ = warpgroup_mma_wait(0, deps=[some, before])
@@ -325,10 +325,34 @@ def consume(
                 sums, _ = warpgroup_mma_wait(0, deps=[sums, before])
             mbarrier.arrive(steps.empty.index(done % steps.STAGES), count=1)
             done += 1
-        if GROUP == 0 and not SCALED:
+        if AT_END:
             scale = gl.load(scales_ptr + of_sums, mask=in_outputs, other=0.0)
             sums *= scale.to(gl.float32)[:, None]
-        if n == steps.n_steps:
+        complete = n == steps.n_steps
+        if n < steps.n_steps:
+            # A program has a part of the tile in which it begins, and of the one in which it ends.
+            within = gl.arange(0, N, layout=OF_SUMS)[:, None] * M
+            within += gl.arange(0, M, layout=gl.SliceLayout(0, SUMS))[None, :]
+            own = gl.program_id(0) * 2 + (at > steps.begin).to(gl.int32)
+            gl.store(part_at(parts_ptr, own, WARPGROUP, M, N) + within, sums)
+            thread_barrier()  # all of the part is written before it counts
+            count = counts_ptr + tile * CONSUMERS + WARPGROUP
+            program = tile * steps.n_steps // each
+            last = ((tile + 1) * steps.n_steps - 1) // each
+            complete = gl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == last - program
+            if complete:
+                # The first program may have begun in an earlier tile.
+                slot = 2 * program + (program * each < tile * steps.n_steps).to(gl.int32)
+                part = part_at(parts_ptr, slot, WARPGROUP, M, N) + within
+                sums = gl.load(part, cache_modifier=".cg")
+                while program < last:
+                    for _ in gl.static_range(AHEAD):
+                        program += 1
+                        part = part_at(parts_ptr, 2 * program, WARPGROUP, M, N) + within
+                        there = within * 0 + program <= last
+                        sums += gl.load(part, mask=there, other=0.0, cache_modifier=".cg")
+                gl.store(count, 0)
+        if complete:
             if HAS_BIAS:
                 bias = gl.load(bias_ptr + outputs, mask=in_outputs, other=0.0)
                 sums += bias.to(gl.float32)[:, None]
@@ -338,24 +362,22 @@ def consume(
             columns = output + gl.arange(0, N, layout=gl.SliceLayout(1, STORED))
             to = rows.to(gl.int64)[None, :] * n_out + columns[:, None]
             gl.store(y_ptr + to, y, mask=(rows < n_rows)[None, :] & (columns < n_out)[:, None])
-        else:
-            # The part of the tile in which the program begins, and of the one in which it ends.
-            slot = gl.program_id(0) * 2 + (at > steps.begin).to(gl.int32)
-            row = slot * (CONSUMERS * N) + WARPGROUP * N + gl.arange(0, N, layout=OF_SUMS)
-            column = gl.arange(0, M, layout=gl.SliceLayout(0, SUMS))
-            gl.store(parts_ptr + row.to(gl.int64)[:, None] * M + column[None, :], sums)
         at += n
 
 
 @gluon.jit(do_not_specialize=["n_rows", "n_steps", "n_row_tiles", "n_tiles", "each"])
 def hopper_tiles_kernel(
-    codes_desc, x_desc, scales_ptr, zeros_ptr, bias_ptr, y_ptr, parts_ptr,
+    codes_desc, x_desc, scales_ptr, zeros_ptr, bias_ptr, y_ptr, parts_ptr, counts_ptr,
     n_rows, n_out, n_groups, n_steps, n_row_tiles, n_tiles, each,
     BITS: gl.constexpr, HAS_ZEROS: gl.constexpr, HAS_BIAS: gl.constexpr, GROUP: gl.constexpr,
     ROWS: gl.constexpr, OUTPUTS: gl.constexpr, INPUTS: gl.constexpr, SUB: gl.constexpr,
-    STAGES: gl.constexpr, SCALED: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Computes `each` steps of all tiles' steps."""
+    """Computes `each` steps of all tiles' steps.
+
+    Pointers: parts are float32 [programs, 2, OUTPUTS, ROWS]; counts are int32 zeros, two for each
+    tile, and zeros again at the end. Both are read only if a tile has parts.
+    """
     dtype: gl.constexpr = x_desc.dtype
     begin = gl.program_id(0) * each
     follow_gluon()
@@ -371,52 +393,18 @@ def hopper_tiles_kernel(
     gl.warp_specialize(
         [
             (consume, (
-                steps, scales_ptr, zeros_ptr, bias_ptr, y_ptr, parts_ptr, n_rows, n_out, n_groups,
-                dtype, 0, BITS, HAS_ZEROS, HAS_BIAS, GROUP, INPUTS, SUB, SCALED, ROWS, N,
+                steps, scales_ptr, zeros_ptr, bias_ptr, y_ptr, parts_ptr, counts_ptr, n_rows, n_out,
+                n_groups, each, dtype, 0, BITS, HAS_ZEROS, HAS_BIAS, GROUP, INPUTS, SUB, ROWS, N,
             )),
             (consume, (
-                steps, scales_ptr, zeros_ptr, bias_ptr, y_ptr, parts_ptr, n_rows, n_out, n_groups,
-                dtype, 1, BITS, HAS_ZEROS, HAS_BIAS, GROUP, INPUTS, SUB, SCALED, ROWS, N,
+                steps, scales_ptr, zeros_ptr, bias_ptr, y_ptr, parts_ptr, counts_ptr, n_rows, n_out,
+                n_groups, each, dtype, 1, BITS, HAS_ZEROS, HAS_BIAS, GROUP, INPUTS, SUB, ROWS, N,
             )),
             (produce, (steps, codes_desc, x_desc, INPUTS, INPUTS * BITS // 32)),
         ],
         [4, 1],
         [REGISTERS, 24],
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["n_rows", "n_steps", "n_row_tiles", "each"])
-def add_parts_kernel(
-    parts_ptr, bias_ptr, y_ptr, n_rows, n_out, n_steps, n_row_tiles, each,
-    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, PIECE: tl.constexpr,
-    CHAINED: tl.constexpr,
-):  # fmt: skip
-    """Adds up the parts of PIECE outputs of a tile, if several programs have parts of it."""
-    PIECES: tl.constexpr = OUTPUTS // PIECE
-    AHEAD: tl.constexpr = 4  # parts that are loaded at a time
-    tile = tl.program_id(0) // PIECES
-    piece = tl.program_id(0) % PIECES * PIECE
-    first, last = tile * n_steps // each, ((tile + 1) * n_steps - 1) // each
-    follow(CHAINED)
-    if first < last:
-        within = tl.arange(0, PIECE)
-        rows = tl.arange(0, ROWS)
-        offs_n = tile // n_row_tiles * OUTPUTS + piece + within
-        offs_m = tile % n_row_tiles * ROWS + rows
-        acc = tl.zeros([PIECE, ROWS], tl.float32)
-        for some in tl.range(first, last + 1, AHEAD):
-            for i in tl.static_range(AHEAD):
-                program = some + i
-                slot = 2 * program + (program * each // n_steps < tile).to(tl.int32)
-                at = (slot * OUTPUTS + piece + within).to(tl.int64)
-                to = parts_ptr + at[:, None] * ROWS + rows[None, :]
-                acc += tl.load(to, mask=program <= last, other=0.0)
-        if HAS_BIAS:
-            bias = tl.load(bias_ptr + offs_n, mask=offs_n < n_out, other=0.0)
-            acc += bias.to(tl.float32)[:, None]
-        at = offs_m.to(tl.int64)[None, :] * n_out + offs_n[:, None]
-        mask = (offs_m < n_rows)[None, :] & (offs_n < n_out)[:, None]
-        tl.store(y_ptr + at, cast(acc, y_ptr.dtype.element_ty), mask=mask)
 
 
 IN_MEMORY = {"bfloat16": gl.bfloat16, "float16": gl.float16, "int32": gl.int32}
@@ -433,46 +421,71 @@ def described(rows: int, columns: int) -> Callable[[Tensor], TensorDescriptor]:
     return descriptor
 
 
-def launch_of(
-    config: Config, multiprocessors: int, n_rows: int, n_in: int, n_out: int, n_groups: int,
-    bits: int, has_zeros: bool, has_bias: bool,
-) -> Callable:  # fmt: skip
-    """Returns the launch for x [n_rows, n_in], contiguous."""
-    n_steps = triton.cdiv(n_in, config.inputs)
-    n_row_tiles = triton.cdiv(n_rows, config.rows)
-    n_tiles = n_row_tiles * triton.cdiv(n_out, config.outputs)
-    each = max(triton.cdiv(n_tiles * n_steps, multiprocessors), config.least)
-    programs = triton.cdiv(n_tiles * n_steps, each)
-    words = config.inputs * bits // 32
+def supported(call: Call) -> Reason:
+    p, target = call.problem, call.target
+    if target.kind != "cuda" or target.capability != CAPABILITY:
+        return f"it is written for compute capability {CAPABILITY / 10}"
+    each = 8 * ALIGNED // p["bits"]
+    if p["n_in"] % each:
+        return f"it takes n_in that {each} divides with bits={p['bits']}, not {p['n_in']}"
+    return None
+
+
+def configs(call: Call) -> tuple[Config, ...]:
+    """Returns the lowest tile that holds all rows, or the highest."""
+    rows = call.problem["rows"]
+    return (next((one for one in CONFIGS if one.rows >= rows), CONFIGS[-1]),)
+
+
+def shares(call: Call, config: Config) -> tuple[int, int, int, int, int]:
+    """Returns steps of a tile, tiles along the rows, all tiles, steps of a program, programs."""
+    p = call.problem
+    n_steps = triton.cdiv(p["n_in"], config.inputs)
+    n_row_tiles = triton.cdiv(p["rows"], config.rows)
+    n_tiles = n_row_tiles * triton.cdiv(p["n_out"], config.outputs)
+    each = triton.cdiv(n_tiles * n_steps, call.target.multiprocessors)
+    each = max(each, min(LEAST_STEPS, n_steps))
+    return n_steps, n_row_tiles, n_tiles, each, triton.cdiv(n_tiles * n_steps, each)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """Returns [..., D] as TMA reads it, a matrix from an aligned address: a view if possible."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    return rows if rows.is_meta or rows.data_ptr() % ALIGNED == 0 else rows.clone()
+
+
+def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
+    x, weight, scales, _zeros, _bias = inputs
+    p, shape = call.problem, (*x.shape[:-1], len(weight))
+    n_steps, n_row_tiles, n_tiles, each, programs = shares(call, config)
+    words = config.inputs * p["bits"] // 32
+    group = 0 if scales.shape[1] == 1 else p["group"]
     kernel = Bound(
-        hopper_tiles_kernel, (programs,), n_rows, n_out, n_groups, n_steps, n_row_tiles, n_tiles,
-        each, maps=(described(config.outputs, words), described(config.rows, config.inputs)),
-        BITS=bits, HAS_ZEROS=has_zeros, HAS_BIAS=has_bias,
-        GROUP=0 if n_groups == 1 else n_in // n_groups, ROWS=config.rows, OUTPUTS=config.outputs,
-        INPUTS=config.inputs, SUB=config.sub, STAGES=config.stages, SCALED=config.scaled,
-        num_warps=4, launch_pdl=True,
+        hopper_tiles_kernel, (programs,), p["rows"], p["n_out"], scales.shape[1], n_steps,
+        n_row_tiles, n_tiles, each,
+        maps=(described(config.outputs, words), described(config.rows, config.inputs)),
+        BITS=p["bits"], HAS_ZEROS=p["zeros"], HAS_BIAS=p["bias"], GROUP=group, ROWS=config.rows,
+        OUTPUTS=config.outputs, INPUTS=config.inputs, SUB=min(group or MOST_SUB, MOST_SUB),
+        STAGES=config.stages, num_warps=4, launch_pdl=True,
     )  # fmt: skip
-    split = each % n_steps != 0
-    piece = 16
-    add = Bound(
-        add_parts_kernel, (n_tiles * (config.outputs // piece),), n_rows, n_out, n_steps,
-        n_row_tiles, each, HAS_BIAS=has_bias, ROWS=config.rows, OUTPUTS=config.outputs,
-        PIECE=piece, CHAINED=True, num_warps=4, launch_pdl=True,
-    )  # fmt: skip
+    has_parts = each % n_steps != 0
+    of_parts = programs * has_parts, 2, config.outputs, config.rows
 
-    def launch(x: Tensor, weight, scales, zeros=None, bias=None) -> Tensor:
-        import torch
-
-        y = x.new_empty(n_rows, n_out)
-        parts = y
-        if split:
-            size = 2 * programs, config.outputs, config.rows
-            parts = x.new_empty(size, dtype=torch.float32)
-        zeros = scales if zeros is None else zeros
-        bias = scales if bias is None else bias
-        kernel(weight.view(torch.int32), x, scales, zeros, bias, y, parts)
-        if split:
-            add(parts, bias, y)
-        return y
+    def launch(inputs, scalars):
+        x, weight, scales, zeros, bias = inputs
+        y = x.new_empty(shape)
+        scales = scales.contiguous()
+        zeros = scales if zeros is None else zeros.contiguous()
+        bias = scales if bias is None else bias.contiguous()
+        words = as_rows(weight).view(torch.int32)
+        parts = x.new_empty(of_parts, dtype=torch.float32)
+        counts = zeros_for(x, n_tiles * CONSUMERS.value) if has_parts else words
+        kernel(words, as_rows(x), scales, zeros, bias, y, parts, counts)
+        return (y,), ()
 
     return launch
+
+
+FORWARD = Kernel(
+    "hopper_tiles", empty, prepare, supported, configs, options=OPTIONS, compiled_for=(CAPABILITY,)
+)

@@ -1,65 +1,89 @@
-"""Makes a weight of 16 bits from codes of 8 or 4 bits, in one pass, in portable Triton.
+"""Makes the weight in 16 bits first, in portable Triton, for so many rows that the product rules.
 
 The weight is the one that `torch` makes: codes less zero points times their scales, rounded once.
+PyTorch multiplies by it. It is made in every call, in memory of 2 n_out n_in bytes, and not kept.
 """
+
+from collections.abc import Callable
+from math import gcd
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from tnp.dispatch.launcher import Bound
+from tnp.dispatch.spec import Call, Kernel, Reason, triton_from
+from tnp.ops._shared.few_rows import chained, follow
 from tnp.ops._shared.primitives import cast
+from tnp.ops.quantized_linear.definition import OPTIONS
 from tnp.ops.quantized_linear.packing import EACH
-from tnp.ops.quantized_linear.triton_tiles import _nibbles, _raised
+from tnp.ops.quantized_linear.triton_tiles import _nibbles, _raised, empty
 
-COLUMNS = 128  # codes of a row that share a scale
-ROWS = 64  # such runs of a program
+LEAST_ROWS = 1024  # with fewer, making the weight takes longer than it saves
+LEAST_RUN, MOST_RUN = 32, 128  # neighbouring codes that share a scale
+CODES = 8192  # of a program
+_triton = triton_from(80)
 
 
 @triton.jit
 def weight_kernel(
-    codes_ptr, scales_ptr, zeros_ptr, weight_ptr, n_runs, runs_of_row, n_groups, group,
+    codes_ptr, scales_ptr, zeros_ptr, weight_ptr, n_runs, runs_of_row, runs_of_group, n_groups,
     BITS: tl.constexpr, HAS_ZEROS: tl.constexpr, WORD: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Makes ROWS runs of COLUMNS neighbours, each in one group."""
     dtype: tl.constexpr = weight_ptr.dtype.element_ty
-    run = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    run = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = run < n_runs
-    of_group = run // runs_of_row * n_groups + run % runs_of_row * COLUMNS // group
-    scale = tl.load(scales_ptr + of_group, mask=there, other=0.0).to(tl.float32)
+    of_group = run // runs_of_row * n_groups + run % runs_of_row // runs_of_group
     columns = tl.arange(0, COLUMNS)
+    at = run.to(tl.int64)[:, None]
     zero = tl.full([ROWS], 1 << (BITS - 1), tl.int32)
+    follow(CHAINED)
+    scale = tl.load(scales_ptr + of_group, mask=there, other=0.0).to(tl.float32)
     if HAS_ZEROS:
         zero = tl.load(zeros_ptr + of_group, mask=there, other=0).to(tl.int32)
     if BITS == 8:
-        codes = tl.load(codes_ptr + run[:, None] * COLUMNS + columns[None, :], mask=there[:, None])
+        codes = tl.load(codes_ptr + at * COLUMNS + columns[None, :], mask=there[:, None], other=0)
         numbers = codes.to(tl.float32) - (zero - 128).to(tl.float32)[:, None]
     else:
-        words = run[:, None] * (COLUMNS // WORD) + tl.arange(0, COLUMNS // WORD)[None, :]
-        numbers = _nibbles(tl.load(codes_ptr + words, mask=there[:, None]), dtype)
+        words = at * (COLUMNS // WORD) + tl.arange(0, COLUMNS // WORD)[None, :]
+        numbers = _nibbles(tl.load(codes_ptr + words, mask=there[:, None], other=0), dtype)
         raised = (zero + _raised(BITS, dtype)).to(tl.float32)[:, None]
         numbers = numbers.to(tl.float32) - raised
-    to = weight_ptr + run[:, None] * COLUMNS + columns[None, :]
+    to = weight_ptr + at * COLUMNS + columns[None, :]
     tl.store(to, cast(numbers * scale[:, None], dtype), mask=there[:, None])
 
 
-def weight_launch(n_out: int, n_in: int, n_groups: int, bits: int, has_zeros: bool):
-    """Returns the launch that makes the weight [n_out, n_in] of contiguous tensors."""
-    group = n_in // n_groups
-    columns = min(COLUMNS, group) if n_groups > 1 else COLUMNS
-    if n_in % columns:
-        raise ValueError(f"n_in is {n_in}: it must be a multiple of {columns}")
-    n_runs = n_out * n_in // columns
+def supported(call: Call) -> Reason:
+    p = call.problem
+    if p["rows"] < LEAST_ROWS:
+        return f"it takes at least {LEAST_ROWS:,} rows, not {p['rows']}"
+    if p["group"] % LEAST_RUN:
+        return f"it takes groups that {LEAST_RUN} divides, not {p['group']}"
+    return _triton(call)
+
+
+def prepare(call: Call, config: None, inputs: tuple) -> Callable:
+    scales, p = inputs[2], call.problem
+    n_in, n_out, run = p["n_in"], p["n_out"], gcd(p["group"], MOST_RUN)
+    n_runs, rows = n_out * n_in // run, CODES // run
     kernel = Bound(
-        weight_kernel, (triton.cdiv(n_runs, ROWS),), n_runs, n_in // columns, n_groups, group,
-        BITS=bits, HAS_ZEROS=has_zeros, WORD=EACH, ROWS=ROWS, COLUMNS=columns, num_warps=4,
+        weight_kernel, (triton.cdiv(n_runs, rows),), n_runs, n_in // run, p["group"] // run,
+        scales.shape[1], BITS=p["bits"], HAS_ZEROS=p["zeros"], WORD=EACH, ROWS=rows, COLUMNS=run,
+        num_warps=4, **chained(call.target),
     )  # fmt: skip
 
-    def launch(codes: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
-        weight = scales.new_empty(n_out, n_in, dtype=dtype)
-        kernel(codes, scales, scales if zeros is None else zeros, weight)
-        return weight
+    def launch(inputs, scalars):
+        x, weight, scales, zeros, bias = inputs
+        scales = scales.contiguous()
+        zeros = scales if zeros is None else zeros.contiguous()
+        made = x.new_empty(n_out, n_in)
+        kernel(weight.contiguous(), scales, zeros, made)
+        bias = bias if bias is None else bias.to(x.dtype)
+        return (torch.nn.functional.linear(x, made, bias),), ()
 
     return launch
+
+
+FORWARD = Kernel("weight", empty, prepare, supported, options=OPTIONS)
