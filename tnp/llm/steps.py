@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from tnp.llm.decoder import Decoder
 from tnp.llm.fused_step import FusedStep
-from tnp.llm.persistent_step import PersistentStep
 from tnp.llm.step import Step
 from tnp.llm.torch_step import TorchStep
 
-STEPS: dict[str, type[Step]] = {"torch": TorchStep, "fused": FusedStep, "persistent": PersistentStep}
+STEPS: dict[str, type[Step]] = {"torch": TorchStep, "fused": FusedStep}
 AUTO = "auto"
 
 
