@@ -20,7 +20,7 @@ KERNELS = {
     "few_rows", "streamed", "rms_norm_linear", "decode", "add_parts", "enter", "hopper_tiles",
     "weight",
 }  # fmt: skip
-OF_STEP = {"embed", "streamed", "heads", "attend", "choice"}
+OF_STEP = {"embed", "streamed", "heads", "attend", "choice", "largest"}
 # Prints of each kernel: its name and capability, whether it is launched ahead of the end of the one
 # before, and in their order what touches memory or has to do with other launches.
 WAITS = """
@@ -69,9 +69,10 @@ def found():
             sizes = replace(TINY[kind].sizes, n_layers=1)
             decoder = models.draw(replace(TINY[kind], sizes=sizes), **on_meta)
             with targets.on_meta(target):
-                FusedStep(decoder).follow(
-                    Tokens(2, 1, (1,), 0, torch.device("meta")), Cache(decoder, 2, 64)
-                )
+                for batch in (2, 17):
+                    FusedStep(decoder).follow(
+                        Tokens(batch, 1, (1,), 0, torch.device("meta")), Cache(decoder, batch, 64)
+                    )
     yield Launch(90, "bfloat16", (("step", "fused"),), step)
 
 rows = []
@@ -102,7 +103,8 @@ def test_nothing_is_read_or_written_ahead_of_the_wait():
             continue
         wait = touches.index("wait")
         ahead = set(touches[:wait])
-        assert ahead <= ({"ld"} if name in READ_AHEAD else {"prefetch"}), (name, ahead)
+        # A prefetch is a hint, which cannot be wrong.
+        assert ahead <= {"prefetch", "ld" if name in READ_AHEAD else "prefetch"}, (name, ahead)
         assert touches[wait + 1] == "launch_dependents" and touches.count("wait") == 1
         assert {"ld", "st"} <= set(touches[wait:])
 

@@ -16,6 +16,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import islice
@@ -72,11 +73,13 @@ class Writer:
         weight_bytes: bytes of its weights on the device.
         bare: is called before each round of a few decoding steps. Returns a function that makes one
             of them, without the loop around it. None if the form has no such step.
+        close: ends what the form has started.
     """
 
     write: Callable[[Tensor, int], Tensor]
     weight_bytes: int
     bare: Callable[[], Step] | None = None
+    close: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,6 +203,14 @@ def measure_language(
     asked = Asked(
         **{name: parameters[name] for name in fields}, device=torch.device(parameters["device"])
     )
+    with ExitStack() as ends:
+        return _measure(asked, parameters, started, note, ends)
+
+
+def _measure(
+    asked: Asked, parameters: dict, started: float, note: Callable[[str], None], ends: ExitStack
+) -> dict[str, list[dict[str, object]]]:
+    """Measures as `measure_language` does. What forms have started ends with `ends`."""
     rows, writers, codes = [], {}, []
     for name in parameters["forms"]:
         row = of_generation(parameters, name)
@@ -211,7 +222,9 @@ def measure_language(
         note(f"builds {name}")
         try:
             with launches() as code.kernels:
-                writers[name] = _ready(_built(form.start, asked), asked, row)
+                writer = _built(form.start, asked)
+                ends.callback(writer.close)
+                writers[name] = _ready(writer, asked, row)
             row |= {"status": "ok", "setup_s": time.perf_counter() - started}
         except Exception as error:  # any failure is this form's result
             log.warning("%s", name, exc_info=error)
@@ -304,7 +317,8 @@ def _measured(
     """Times the calls of each form in rounds, calls of fast forms more often than of slow ones.
 
     A round has √(slowest / own) turns of a form, by the time of a turn. That number of samples
-    makes the sum of all forms' relative variances least for a given time (Neyman's allocation).
+    makes the sum of all forms' relative variances least for a given time, if all forms vary
+    equally (Neyman's allocation).
     """
     turn_ms = [sum(call_ms(calls[0], device) for calls in form) for form in contenders]
     n_turns = [round(math.sqrt(max(turn_ms) / own)) for own in turn_ms]

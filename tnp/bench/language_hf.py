@@ -1,16 +1,15 @@
-"""Builds forms of Hugging Face's `generate`, as a user calls it with greedy choice.
+"""Builds forms of Hugging Face's generation, as a user calls it with greedy choice.
 
 hf            a cache that grows, attention by PyTorch's sdpa, nothing compiled: as it comes
 hf_static     a cache of fixed size; `generate` then compiles the decoding step by itself
 hf_autotuned  the same, compiled in PyTorch's mode "max-autotune"
-hf_batched    continuous batching, as `generate_batch` does it: a cache in pages, CUDA graphs
+hf_batched    continuous batching by a manager that all calls share: a cache in pages, CUDA graphs
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import weakref
 from functools import cache
 from typing import Any
 
@@ -44,10 +43,10 @@ def autotuned(asked: Asked) -> Writer:
 
 
 def batched(asked: Asked) -> Writer:
-    """Returns form `hf_batched`, whose thread serves all calls and ends with the form.
+    """Returns form `hf_batched`, whose thread begins with the first call.
 
-    Pages hold one call. All decoding steps are padded to one size, so that they replay one graph.
-    Sequences share no pages: the prompts of a later call would need no computation.
+    The pool has pages for one call. All decoding steps are padded to one size, so that they replay
+    one graph. Sequences share no pages: the prompts of a later call would need no computation.
 
     Raises Unsupported for more than `MOST_MASKED` tokens without flash attention.
     """
@@ -70,9 +69,10 @@ def batched(asked: Asked) -> Writer:
             f"without flash-attn each query of continuous batching meets the keys of all sequences:"
             f" they have {n_tokens:,} tokens, and the form takes at most {MOST_MASKED:,}"
         )
-    manager.start()
 
     def write(ids: Tensor, n_new: int) -> Tensor:
+        if not manager.is_running():
+            manager.start()
         names = manager.add_requests(ids.tolist(), max_new_tokens=n_new)
         found: dict[str, list[int]] = {}
         while len(found) < len(names):
@@ -82,11 +82,11 @@ def batched(asked: Asked) -> Writer:
             if result is None or result.error is not None:
                 why = result.error if result else manager.background_thread_status.fatal_error
                 raise RuntimeError(f"continuous batching failed: {why}")
-            found[result.request_id] = result.generated_tokens
+            if result.request_id in names:  # not one that an earlier, failed call has left
+                found[result.request_id] = result.generated_tokens
         return torch.tensor([found[name] for name in names], device=ids.device)
 
-    weakref.finalize(write, manager.destroy)
-    return Writer(write, sum(x.nbytes for x in _shared(asked).values()))
+    return Writer(write, sum(x.nbytes for x in _shared(asked).values()), close=manager.destroy)
 
 
 @cache
@@ -96,7 +96,7 @@ def _model(asked: Asked) -> Any:
 
 
 def _shared(asked: Asked) -> dict[int, Tensor]:
-    """Returns the model's tensors by identity, as `copy.deepcopy` takes what it must not copy."""
+    """Returns the memo with which `copy.deepcopy` keeps the model's tensors."""
     return {id(x): x for x in (*_model(asked).parameters(), *_model(asked).buffers())}
 
 

@@ -341,9 +341,9 @@ def _check(dtype: str, name: str, what: str, metric: str, *bounded: float, **mor
 class _Theory:
     """Holds the error that codes should give to the first layer's values, behind its norm.
 
-    It is the error r of `tnp.gates.quantizer`, of those rows of the weight that values come from,
-    beside the rounding of the plain reference's own values. Neither a norm nor a rotation comes
-    after values, so the cache holds the product itself.
+    `expected` joins two errors: r of `tnp.gates.quantizer`, for the weight's rows that give values,
+    and the rounding of the plain reference. Neither a norm nor a rotation comes after values, so
+    the cache holds the product itself.
     """
 
     def __init__(self, decoder: Decoder, coded: Decoder, truth: _Truth, of_codes: _Truth) -> None:
@@ -360,7 +360,7 @@ class _Theory:
         self._values = exact - self._bias
 
     def off(self, cache: Cache) -> float:
-        """Returns how far the error of a cache's values is from the expected one, relatively."""
+        """Returns |error / expected − 1| for the error of a cache's values."""
         found, exact = (
             torch.cat([row[:, :n] for row, n in zip(x, cache.lengths.tolist(), strict=True)], 1)
             for x in (cache.values[0].double() - self._bias, self._values)
@@ -526,7 +526,7 @@ def _forked(decoder: Decoder, step: Step, text: Text, how: str) -> _Forked:
     Args:
         decoder, step, text: what runs.
         how: "yes": the second text follows a fork. "no": it follows the same prompt in pages of its
-            own. "broken": it follows a fork, and writes to the last page of the first text.
+            own. "broken": it follows a fork, and writes to the first text's half filled page.
     """
     n_steps, n_prompt = _fewer(N_OF_FORKS, decoder.device), max(PROMPTS)
     pool, handles = _pool(decoder, 2 * N_FORKED, n_prompt + n_steps), []
@@ -538,7 +538,8 @@ def _forked(decoder: Decoder, step: Step, text: Text, how: str) -> _Forked:
         handles += [pool.fork(handle) for handle in handles]
     cache = Cache.of_pages(pool, handles, n_steps)
     if how == "broken":
-        cache.page_table[N_FORKED:, -1] = cache.page_table[:N_FORKED, -1]
+        half_filled = n_prompt // PAGE
+        cache.page_table[N_FORKED:, half_filled] = cache.page_table[:N_FORKED, half_filled]
     pages, owners = cache.page_table.unique(return_counts=True)
     shared = pages[owners > 1].long()
     memories = (*cache.keys, *cache.values)

@@ -26,7 +26,7 @@ USERS = (("decoder", "fused"),)
 # Models and the bits of their weights: each kind, and each format of numbers.
 MODELS = (("gpt2", 16), ("llama3_1b", 16), ("llama3_1b", 4), ("qwen3_0_6b", 8))
 # Sequences, and the tokens of a page, 0 for a contiguous cache.
-CACHES = ((1, 0), (1, 256), (16, 256))
+CACHES = ((1, 0), (1, 256), (16, 256), (17, 0))
 LINEARS = ("qkv", "out", "up", "down")
 GROUP, CAPACITY = 128, 1024
 

@@ -9,7 +9,7 @@
 Embedding, head and choice are three more. Each launch starts while the one before it still runs,
 and loads its first weights meanwhile: no launch of a step writes a weight. With RMSNorm of every
 head (Qwen3), heads are a launch of their own. More rows than `FEW` are multiplied by PyTorch, in
-nine or ten launches a layer.
+nine to twelve launches a layer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tnp.ops.attention.primitives import LOG2_E
 from tnp.ops.decode_attention import PAGE_MULTIPLE, decode_attention
 from tnp.ops.rms_norm import add_rms_norm
 
-PARTS_AT_ONCE = 8192  # of a row's largest logits: with fewer, loads wait for one another
+PARTS_AT_ONCE = 8192  # of a row's largest logits, at most: loads of fewer wait for one another
 LOGITS_AT_ONCE = 4096  # of a row, for more rows than `FEW`
 # `attend_kernel` splits a cache into parts of SPLIT keys. It serves up to MOST_SPLITS parts, and up
 # to MOST_PAIRS pairs of a sequence and a kv head.
@@ -114,7 +114,7 @@ class FusedStep(TorchStep):
         choice_kernel[(batch,)](
             best, best_id, tokens.ids, tokens.block, tokens.place, tokens.ended.view(torch.int8),
             tokens.stops if n_stops else tokens.ids, programs, batch, n_stops, tokens.pad,
-            PARTS=min(PARTS_AT_ONCE, triton.next_power_of_2(most)),
+            PARTS=min(PARTS_AT_ONCE, triton.next_power_of_2(programs)),
             STOPS=triton.next_power_of_2(n_stops) if n_stops else 0,
             num_warps=8, **self._chain,
         )  # fmt: skip

@@ -56,7 +56,7 @@ class Config(KernelConfig):
 
 
 # A code is split into its low seven bits and its sign. Both become bfloat16; one fma joins them.
-INT8_BFLOAT16 = tl.constexpr("""{
+_INT8_BFLOAT16 = tl.constexpr("""{
 .reg .b32 a, b, s, t, one;
 mov.b32 one, 0xBF80BF80;
 prmt.b32 a, $2, 0x43434343, 0x4140;
@@ -69,7 +69,7 @@ fma.rn.bf16x2 $0, s, one, a;
 fma.rn.bf16x2 $1, t, one, b;
 }""")
 # A byte b becomes the float16 number 1,024 + b. Then 1,152 is subtracted.
-INT8_FLOAT16 = tl.constexpr("""{
+_INT8_FLOAT16 = tl.constexpr("""{
 .reg .b32 u, a, b, c;
 mov.b32 c, 0x64806480;
 xor.b32 u, $2, 0x80808080;
@@ -79,7 +79,7 @@ sub.rn.f16x2 $0, a, c;
 sub.rn.f16x2 $1, b, c;
 }""")
 # A word of eight 4-bit codes is four pairs: 128 + code in bfloat16, or 1,024 + code in float16.
-INT4_BFLOAT16 = tl.constexpr("""{
+_INT4_BFLOAT16 = tl.constexpr("""{
 .reg .b32 s, one, c;
 mov.b32 one, 0x3F803F80;
 mov.b32 c, 0xC308C308;
@@ -95,7 +95,7 @@ fma.rn.bf16x2 $1, $1, one, c;
 fma.rn.bf16x2 $2, $2, one, c;
 fma.rn.bf16x2 $3, $3, one, c;
 }""")
-INT4_FLOAT16 = tl.constexpr("""{
+_INT4_FLOAT16 = tl.constexpr("""{
 .reg .b32 s, c;
 mov.b32 c, 0x64086408;
 lop3.b32 $0, $4, 0x000F000F, 0x64006400, 0xEA;
@@ -119,11 +119,11 @@ def _from_int8(w, dtype: tl.constexpr):
         return w.to(tl.float32).to(dtype)
     if dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
-            INT8_BFLOAT16, "=r,=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=4
+            _INT8_BFLOAT16, "=r,=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=4
         )
     else:
         return tl.inline_asm_elementwise(
-            INT8_FLOAT16, "=r,=r,r", [w], dtype=tl.float16, is_pure=True, pack=4
+            _INT8_FLOAT16, "=r,=r,r", [w], dtype=tl.float16, is_pure=True, pack=4
         )
 
 
@@ -141,12 +141,12 @@ def _from_int4(w, dtype: tl.constexpr):
         return (((word >> shift) & 15) - 8).to(tl.float32).to(dtype)
     if dtype == tl.bfloat16:
         low, high = tl.inline_asm_elementwise(
-            INT4_BFLOAT16, "=r,=r,=r,=r,r", [w], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True,
+            _INT4_BFLOAT16, "=r,=r,=r,=r,r", [w], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True,
             pack=4,
         )  # fmt: skip
     else:
         low, high = tl.inline_asm_elementwise(
-            INT4_FLOAT16, "=r,=r,=r,=r,r", [w], dtype=(tl.float16, tl.float16), is_pure=True,
+            _INT4_FLOAT16, "=r,=r,=r,=r,r", [w], dtype=(tl.float16, tl.float16), is_pure=True,
             pack=4,
         )  # fmt: skip
     both = tl.join(tl.reshape(low, SHAPE), tl.reshape(high, SHAPE))
@@ -232,7 +232,7 @@ def _sum(
 
 
 @triton.jit
-def gelu(z):
+def _gelu(z):
     """Returns GELU in its tanh form."""
     inner = SQRT_2_OVER_PI * (z + 0.044715 * z * z * z)
     return z * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner)))
@@ -438,7 +438,7 @@ def streamed_kernel(
             else:
                 to = y_ptr + of_y[None, :] * n_out + low[:, None]
                 if EPILOGUE == "gelu":
-                    one, two = gelu(one), gelu(two)
+                    one, two = _gelu(one), _gelu(two)
                 mask = (low < n_out)[:, None] & in_y[None, :]
                 tl.store(to, cast(one, dtype), mask=mask)
                 mask = (low + HALF < n_out)[:, None] & in_y[None, :]
@@ -488,7 +488,9 @@ def config_of(product: Product, target: Target) -> Config:
         return Config(1, 1, 2048, 4 if product.n_in <= 2048 else 8)
     # Every program reads and normalizes all rows, which takes longer than one tile.
     tiles = min(8, triton.cdiv(triton.cdiv(product.n_pairs, 8), max(1, target.multiprocessors)))
-    return Config(1, tiles, 2048, 8)
+    # More columns of 16 rows would spill where they do not stay in registers for all tiles.
+    columns = 1024 if product.n_rows > 8 and product.n_in > 4096 else 2048
+    return Config(1, tiles, columns, 8)
 
 
 def launch_of(

@@ -17,8 +17,8 @@ MOST_KEYS = 128  # keys of a block
 BLOCK_BYTES, BLOCK_NUMBERS = 32 * 1024, 64 * 128
 MOST_STAGES = 8
 # Each program has one pair of a sequence and a kv head if pairs fill this share of their waves, and
-# if a pair's keys and values have room for at most so many bytes: a long sequence among short ones
-# is then read by a few programs alone. Measured in 16 bits; from e4m3 it spills on Hopper.
+# if a pair's keys and values have room for at most so many bytes. With more room, a few programs
+# could be left with a long sequence. With an e4m3 cache the kernel would spill on Hopper.
 FILLED, MOST_WHOLE_BYTES = 0.75, 384 * 1024
 
 
