@@ -13,8 +13,8 @@ are exact in 16 bits. The float32 sum of a group is multiplied by the group's sc
 other warpgroup multiplies.
 
 Steps of all tiles are shared out equally, so a tile may belong to several programs (Stream-K, Osama
-et al., arXiv 2301.03598). Each of them leaves a part, in the order of its registers. A second launch
-adds up parts in the order of inputs, so that results are equal from run to run.
+et al., arXiv 2301.03598). Each of them leaves a part, in the order of its registers. A second
+launch adds up parts in the order of inputs, so that results are equal from run to run.
 """
 
 from collections.abc import Callable
@@ -51,6 +51,8 @@ MOST_SUB = 64  # inputs whose numbers are made at a time, at most
 LEAST_STEPS = 4
 PIECE = 16  # rows of 64 outputs whose parts a program adds
 MOST_AHEAD = 8  # parts that it loads at a time
+# Without a bound, ptxas aims at 32 registers, and a sum waits for one part after another.
+ADDING_REGISTERS = 80
 
 
 @dataclass(frozen=True)
@@ -380,7 +382,7 @@ def hopper_tiles_kernel(
     ROWS: gl.constexpr, OUTPUTS: gl.constexpr, INPUTS: gl.constexpr, SUB: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Computes `each` steps of all tiles' steps. Parts are float32 [programs, 2, OUTPUTS · ROWS]."""
+    """Computes `each` steps of all tiles. Parts are float32 [programs, 2, OUTPUTS · ROWS]."""
     dtype: gl.constexpr = x_desc.dtype
     begin = gl.program_id(0) * each
     follow_gluon()
@@ -507,16 +509,16 @@ def adding(call: Call, config: Config) -> Bound:
     """Returns the launch that writes y from parts float32 [programs, 2, outputs, rows], bias, y."""
     p = call.problem
     n_steps, n_row_tiles, n_tiles, each, _ = shares(call, config)
-    # Every tile may have parts, or the one of every program's begin.
+    # Every tile may have parts, or only those in which a program begins.
     apart = max(each, n_steps)
-    pieces = config.outputs // 64 * (config.rows // PIECE)
+    programs = triton.cdiv(n_tiles * n_steps, apart)
+    programs *= config.outputs // 64 * (config.rows // PIECE)
     # Parts of a tile, at most: tiles begin anywhere in a share, or all with one.
     most = triton.cdiv(n_steps - 1, each) + 1 if n_steps % each else n_steps // each
     return Bound(
-        add_tile_parts_kernel, (triton.cdiv(n_tiles * n_steps, apart) * pieces,), p["rows"], p["n_out"],
-        n_steps, n_row_tiles, each, apart, HAS_BIAS=p["bias"], ROWS=config.rows,
-        OUTPUTS=config.outputs, PIECE=PIECE,
-        AHEAD=min(MOST_AHEAD, triton.next_power_of_2(most)), num_warps=4, maxnreg=80,
+        add_tile_parts_kernel, (programs,), p["rows"], p["n_out"], n_steps, n_row_tiles, each,
+        apart, HAS_BIAS=p["bias"], ROWS=config.rows, OUTPUTS=config.outputs, PIECE=PIECE,
+        AHEAD=min(MOST_AHEAD, triton.next_power_of_2(most)), num_warps=4, maxnreg=ADDING_REGISTERS,
         **chained(call.target),
     )  # fmt: skip
 
