@@ -18,7 +18,7 @@ from tnp.ops.projection import linear
 
 KERNELS = {
     "few_rows", "streamed", "rms_norm_linear", "decode", "add_parts", "enter", "hopper_tiles",
-    "weight",
+    "add_tile_parts", "weight",
 }  # fmt: skip
 OF_STEP = {"embed", "streamed", "heads", "attend", "choice", "largest"}
 # Prints of each kernel: its name and capability, whether it is launched ahead of the end of the one
@@ -40,7 +40,7 @@ from tnp.llm.tokens import Tokens
 
 PROBLEMS = {
     "linear": dict(rows=2, n_in=512, n_out=512),
-    "quantized_linear": dict(rows=2, n_in=512, n_out=512, group=64, bits=4, zeros=True),
+    "quantized_linear": dict(rows=2, n_in=1024, n_out=512, group=64, bits=4, zeros=True),
     "rms_norm_linear": dict(rows=2, width=512, n_out=1536),
     "decode_attention": dict(
         batch=1, heads=8, kv_heads=8, n_queries=2, n_keys=1000, head_dim=64, page=1000

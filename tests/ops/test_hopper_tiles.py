@@ -2,7 +2,7 @@
 many rows, and the weight for many rows. The gate runs the kernel on a GPU.
 """
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from tests.ops.problems import DEVICE
 from tnp.dispatch import devices
 from tnp.dispatch.selection import kernels_of
 from tnp.dispatch.spec import Call
-from tnp.ops._shared import counters
 from tnp.ops.quantized_linear import OPERATOR, hopper_tiles, quantized_linear, triton_weight
 from tnp.ops.quantized_linear.quantizer import quantize_weight
 
@@ -57,7 +56,7 @@ def test_rows_that_tma_cannot_read_are_left_to_portable_tiles():
 @pytest.mark.parametrize("rows", [20, 100, 777])
 @pytest.mark.parametrize("n_in, n_out", [(96, 9), (2048, 2048), (4096, 28672), (8192, 1000)])
 def test_every_step_is_taken_once_and_every_part_is_found(n_in, n_out, rows):
-    """Programs and the last one of each tile compute places as the kernel does."""
+    """Both launches compute places as is done here."""
     what = call(rows, n_in, n_out)
     (config,) = hopper_tiles.configs(what)
     n_steps, n_row_tiles, n_tiles, each, programs = hopper_tiles.shares(what, config)
@@ -87,48 +86,50 @@ def test_every_step_is_taken_once_and_every_part_is_found(n_in, n_out, rows):
             assert not some
 
 
-class OnGpu:
-    """Stands for a tensor on a GPU."""
+def parts_of(sums: torch.Tensor, config: hopper_tiles.Config, shared: tuple) -> torch.Tensor:
+    """Returns the parts of sums [steps, rows, outputs], as programs leave them; others are NaN."""
+    n_steps, n_row_tiles, n_tiles, each, programs = shared
+    parts = torch.full((programs, 2, config.outputs * config.rows), torch.nan)
+    for at in range(n_tiles * n_steps):
+        tile, step = divmod(at, n_steps)
+        program = at // each
+        begin = max(program * each, tile * n_steps)
+        if at > begin:
+            continue
+        end = min((program + 1) * each, (tile + 1) * n_steps)
+        row, output = tile % n_row_tiles * config.rows, tile // n_row_tiles * config.outputs
+        some = sums[step : step + end - begin].sum(0)
+        some = some[row : row + config.rows, output : output + config.outputs].T
+        # Warpgroups, warps, halves, lanes; eight rows, lanes, pairs
+        some = some.reshape(2, 4, 2, 8, config.rows // 8, 4, 2).permute(0, 4, 1, 3, 5, 2, 6)
+        parts[program, int(begin > program * each)] = some.flatten()
+    return parts
 
-    is_cuda = True
 
-    def get_device(self) -> int:
-        return 0
-
-    def new_zeros(self, n: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(n, dtype=dtype)
-
-
-def test_launches_that_may_run_at_once_share_no_counters(monkeypatch):
-    now = SimpleNamespace(stream=1, captures=True)
-    active = SimpleNamespace(get_current_stream=lambda device: now.stream)
-    reserve = torch.zeros(4 * counters.OF_STREAM, dtype=torch.int32)
-    monkeypatch.setattr(counters, "driver", SimpleNamespace(active=active))
-    monkeypatch.setattr(counters, "_reserve", lambda device: reserve)
-    monkeypatch.setattr(counters, "_left", {})
-    monkeypatch.setattr(counters, "_of_streams", {})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.captures)
-
-    def span(n: int) -> tuple[int, int]:
-        found = counters.zeros_for(OnGpu(), n)
-        assert len(found) >= n and found.dtype == torch.int32 and not found.any()
-        return found.data_ptr(), found.data_ptr() + 4 * len(found)
-
-    inside = reserve.data_ptr(), reserve.data_ptr() + 4 * len(reserve)
-    first = span(10)  # captured before there is a reserve
-    assert not inside[0] <= first[0] < inside[1]
-    now.captures = False
-    of_one = span(10)
-    assert span(20) == of_one
-    now.stream = 2
-    of_two = span(10)
-    now.captures = True
-    spans = sorted([of_one, of_two, *(span(10) for _ in range(3))])
-    assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
-    assert all(inside[0] <= one[0] and one[1] <= inside[1] for one in spans)
-    assert all((one[0] - inside[0]) % 128 == 0 for one in spans)
-    spent = span(4 * counters.OF_STREAM)
-    assert not inside[0] <= spent[0] < inside[1]
+@pytest.mark.parametrize(
+    "rows, n_in, n_out", [(20, 2048, 300), (61, 1664, 512), (130, 1024, 256), (100, 4224, 128)]
+)
+def test_parts_are_added_where_tiles_have_several(rows, n_in, n_out):
+    what = call(rows, n_in, n_out, gpu="A100", bias=True)
+    what = replace(what, target=replace(what.target, multiprocessors=11))
+    (config,) = hopper_tiles.configs(what)
+    shared = n_steps, n_row_tiles, n_tiles, each, _ = hopper_tiles.shares(what, config)
+    assert each % n_steps
+    in_tiles = n_row_tiles * config.rows, n_tiles // n_row_tiles * config.outputs
+    random = torch.Generator().manual_seed(0)
+    sums = torch.randn(n_steps, *in_tiles, generator=random)
+    bias = torch.randn(n_out, generator=random).to(torch.bfloat16)
+    parts = parts_of(sums, config, shared).to(DEVICE)
+    y = torch.full((rows, n_out), 7.0, dtype=torch.bfloat16, device=DEVICE)
+    hopper_tiles.adding(what, config)(parts, bias.to(DEVICE), y)
+    right = sums.double().sum(0)[:rows, :n_out] + bias.double()
+    for tile in range(n_tiles):
+        row, output = tile % n_row_tiles * config.rows, tile // n_row_tiles * config.outputs
+        at = slice(row, row + config.rows), slice(output, output + config.outputs)
+        if tile * n_steps // each == ((tile + 1) * n_steps - 1) // each:
+            assert (y[at] == 7).all()  # the tile's only program has written it
+        else:
+            assert torch.allclose(y[at].cpu().double(), right[at], rtol=2**-8, atol=1e-4)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -8,9 +8,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tnp.dispatch.private import aggregate
 
-# Waits for all threads of a partition: its name in Triton 3.6, and since 3.7.
-thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
-
 
 def structure(cls: type) -> type:
     """Makes a class a structure of Gluon. Its `__init__` takes the annotated fields in their order.

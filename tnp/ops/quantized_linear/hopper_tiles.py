@@ -13,8 +13,8 @@ are exact in 16 bits. The float32 sum of a group is multiplied by the group's sc
 other warpgroup multiplies.
 
 Steps of all tiles are shared out equally, so a tile may belong to several programs (Stream-K, Osama
-et al., arXiv 2301.03598). Each of them leaves a part. The last to finish adds up all parts, in the
-order of inputs, so that results are equal from run to run.
+et al., arXiv 2301.03598). Each of them leaves a part, in the order of its registers. A second
+launch adds up parts in the order of inputs, so that results are equal from run to run.
 """
 
 from collections.abc import Callable
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -35,32 +36,44 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tnp.dispatch.launcher import Bound
 from tnp.dispatch.spec import Call, Kernel, Reason
-from tnp.ops._shared.counters import zeros_for
-from tnp.ops._shared.hopper_primitives import barriers, structure, thread_barrier
-from tnp.ops._shared.primitives import KernelConfig
+from tnp.ops._shared.few_rows import chained, follow
+from tnp.ops._shared.hopper_primitives import barriers, structure
+from tnp.ops._shared.primitives import KernelConfig, cast
 from tnp.ops.quantized_linear.definition import OPTIONS
 from tnp.ops.quantized_linear.triton_tiles import empty
 
 CAPABILITY = 90
 CONSUMERS = gl.constexpr(2)
-REGISTERS = gl.constexpr(240)
+PRODUCER_REGISTERS = gl.constexpr(24)
 ALIGNED = 16  # bytes, of which rows are multiples that TMA reads
 MOST_SUB = 64  # inputs whose numbers are made at a time, at most
 # Steps of a program, at least, if a tile has as many. More programs would leave more parts.
 LEAST_STEPS = 4
+PIECE = 16  # rows of 64 outputs whose parts a program adds
+MOST_AHEAD = 8  # parts that it loads at a time
+# Without a bound, ptxas aims at 32 registers, and a sum waits for one part after another.
+ADDING_REGISTERS = 80
 
 
 @dataclass(frozen=True)
 class Config(KernelConfig):
-    """Sets the rows of x and the outputs of a tile, the inputs of a stage, and stages in flight."""
+    """Sets a tile.
+
+    rows: of x in a tile. outputs: of a tile. inputs: of a stage. stages: in flight. registers: of a
+    consumer's thread. What is left of a multiprocessor's registers lets the launch that adds parts
+    begin early.
+    """
 
     rows: int
     outputs: int
     inputs: int
     stages: int
+    registers: int
 
 
-CONFIGS = Config(32, 128, 128, 6), Config(64, 128, 128, 5), Config(128, 128, 128, 4)
+CONFIGS = (
+    Config(32, 128, 128, 6, 120), Config(64, 128, 128, 5, 168), Config(128, 128, 128, 4, 200),
+)  # fmt: skip
 
 
 @structure
@@ -237,17 +250,34 @@ def produce(steps, codes_desc, x_desc, INPUTS: gl.constexpr, WORDS: gl.constexpr
         tma.async_copy_global_to_shared(x_desc, [row, step * INPUTS], full, steps.x.index(stage))
 
 
+@gluon.constexpr_function
+def part_layout(rows):
+    """Returns the layout of 64 outputs of a part as a vector: threads store 16 bytes together."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[1], [2]] + [[512 << i] for i in range((rows // 8).bit_length() - 1)],
+        lane_bases=[[4], [8], [16], [32], [64]], warp_bases=[[128], [256]], block_bases=[],
+        shape=[64 * rows],
+    )  # fmt: skip
+
+
 @gluon.jit
-def part_at(parts_ptr, slot, WARPGROUP: gl.constexpr, M: gl.constexpr, N: gl.constexpr):
-    return parts_ptr + (slot * CONSUMERS + WARPGROUP).to(gl.int64) * (M * N)
+def store_part(parts_ptr, sums, slot, WARPGROUP: gl.constexpr, M: gl.constexpr):
+    """Writes sums [64, M] as a thread has them. `in_rows` restores their order."""
+    FLAT: gl.constexpr = part_layout(M)
+    # Warps, halves, lanes; eight rows, lanes, pairs
+    part = gl.reshape(sums, [4, 2, 8, M // 8, 4, 2])
+    part = gl.reshape(gl.permute(part, (3, 0, 2, 4, 1, 5)), [64 * M])
+    part = gl.convert_layout(part, FLAT, assert_trivial=True)
+    to = parts_ptr + (slot * CONSUMERS + WARPGROUP).to(gl.int64) * (64 * M)
+    gl.store(to + gl.arange(0, 64 * M, layout=FLAT), part)
 
 
 @gluon.jit
 def consume(
-    steps, scales_ptr, zeros_ptr, bias_ptr, y_ptr, parts_ptr, counts_ptr, n_rows, n_out, n_groups,
-    each, dtype: gl.constexpr, WARPGROUP: gl.constexpr, BITS: gl.constexpr,
-    HAS_ZEROS: gl.constexpr, HAS_BIAS: gl.constexpr, GROUP: gl.constexpr, INPUTS: gl.constexpr,
-    SUB: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
+    steps, scales_ptr, zeros_ptr, bias_ptr, y_ptr, parts_ptr, n_rows, n_out, n_groups,
+    dtype: gl.constexpr, WARPGROUP: gl.constexpr, BITS: gl.constexpr, HAS_ZEROS: gl.constexpr,
+    HAS_BIAS: gl.constexpr, GROUP: gl.constexpr, INPUTS: gl.constexpr, SUB: gl.constexpr,
+    M: gl.constexpr, N: gl.constexpr,
 ):  # fmt: skip
     """Multiplies N outputs of each tile. GROUP is 0 if a row has one scale."""
     SUMS: gl.constexpr = sums_layout(M)
@@ -257,7 +287,6 @@ def consume(
     OF_WORDS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
     SUBS: gl.constexpr = INPUTS // SUB
     AT_END: gl.constexpr = GROUP == 0  # all products are added in one sum
-    AHEAD: gl.constexpr = 4 if M <= 64 else 2  # parts that are loaded at a time
     at = steps.begin
     done = at * 0
     while at < steps.end:
@@ -328,31 +357,7 @@ def consume(
         if AT_END:
             scale = gl.load(scales_ptr + of_sums, mask=in_outputs, other=0.0)
             sums *= scale.to(gl.float32)[:, None]
-        complete = n == steps.n_steps
-        if n < steps.n_steps:
-            # A program has a part of the tile in which it begins, and of the one in which it ends.
-            within = gl.arange(0, N, layout=OF_SUMS)[:, None] * M
-            within += gl.arange(0, M, layout=gl.SliceLayout(0, SUMS))[None, :]
-            own = gl.program_id(0) * 2 + (at > steps.begin).to(gl.int32)
-            gl.store(part_at(parts_ptr, own, WARPGROUP, M, N) + within, sums)
-            thread_barrier()  # all of the part is written before it counts
-            count = counts_ptr + tile * CONSUMERS + WARPGROUP
-            program = tile * steps.n_steps // each
-            last = ((tile + 1) * steps.n_steps - 1) // each
-            complete = gl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == last - program
-            if complete:
-                # The first program may have begun in an earlier tile.
-                slot = 2 * program + (program * each < tile * steps.n_steps).to(gl.int32)
-                part = part_at(parts_ptr, slot, WARPGROUP, M, N) + within
-                sums = gl.load(part, cache_modifier=".cg")
-                while program < last:
-                    for _ in gl.static_range(AHEAD):
-                        program += 1
-                        part = part_at(parts_ptr, 2 * program, WARPGROUP, M, N) + within
-                        there = within * 0 + program <= last
-                        sums += gl.load(part, mask=there, other=0.0, cache_modifier=".cg")
-                gl.store(count, 0)
-        if complete:
+        if n == steps.n_steps:
             if HAS_BIAS:
                 bias = gl.load(bias_ptr + outputs, mask=in_outputs, other=0.0)
                 sums += bias.to(gl.float32)[:, None]
@@ -362,22 +367,22 @@ def consume(
             columns = output + gl.arange(0, N, layout=gl.SliceLayout(1, STORED))
             to = rows.to(gl.int64)[None, :] * n_out + columns[:, None]
             gl.store(y_ptr + to, y, mask=(rows < n_rows)[None, :] & (columns < n_out)[:, None])
+        else:
+            # A program has a part of the tile in which it begins, and of the one in which it ends.
+            slot = gl.program_id(0) * 2 + (at > steps.begin).to(gl.int32)
+            store_part(parts_ptr, sums, slot, WARPGROUP, M)
         at += n
 
 
 @gluon.jit(do_not_specialize=["n_rows", "n_steps", "n_row_tiles", "n_tiles", "each"])
 def hopper_tiles_kernel(
-    codes_desc, x_desc, scales_ptr, zeros_ptr, bias_ptr, y_ptr, parts_ptr, counts_ptr,
+    codes_desc, x_desc, scales_ptr, zeros_ptr, bias_ptr, y_ptr, parts_ptr,
     n_rows, n_out, n_groups, n_steps, n_row_tiles, n_tiles, each,
     BITS: gl.constexpr, HAS_ZEROS: gl.constexpr, HAS_BIAS: gl.constexpr, GROUP: gl.constexpr,
     ROWS: gl.constexpr, OUTPUTS: gl.constexpr, INPUTS: gl.constexpr, SUB: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Computes `each` steps of all tiles' steps.
-
-    Pointers: parts are float32 [programs, 2, OUTPUTS, ROWS]; counts are int32 zeros, two for each
-    tile, and zeros again at the end. Both are read only if a tile has parts.
-    """
+    """Computes `each` steps of all tiles. Parts are float32 [programs, 2, OUTPUTS · ROWS]."""
     dtype: gl.constexpr = x_desc.dtype
     begin = gl.program_id(0) * each
     follow_gluon()
@@ -393,18 +398,64 @@ def hopper_tiles_kernel(
     gl.warp_specialize(
         [
             (consume, (
-                steps, scales_ptr, zeros_ptr, bias_ptr, y_ptr, parts_ptr, counts_ptr, n_rows, n_out,
-                n_groups, each, dtype, 0, BITS, HAS_ZEROS, HAS_BIAS, GROUP, INPUTS, SUB, ROWS, N,
+                steps, scales_ptr, zeros_ptr, bias_ptr, y_ptr, parts_ptr, n_rows, n_out, n_groups,
+                dtype, 0, BITS, HAS_ZEROS, HAS_BIAS, GROUP, INPUTS, SUB, ROWS, N,
             )),
             (consume, (
-                steps, scales_ptr, zeros_ptr, bias_ptr, y_ptr, parts_ptr, counts_ptr, n_rows, n_out,
-                n_groups, each, dtype, 1, BITS, HAS_ZEROS, HAS_BIAS, GROUP, INPUTS, SUB, ROWS, N,
+                steps, scales_ptr, zeros_ptr, bias_ptr, y_ptr, parts_ptr, n_rows, n_out, n_groups,
+                dtype, 1, BITS, HAS_ZEROS, HAS_BIAS, GROUP, INPUTS, SUB, ROWS, N,
             )),
             (produce, (steps, codes_desc, x_desc, INPUTS, INPUTS * BITS // 32)),
         ],
         [4, 1],
-        [REGISTERS, 24],
+        [REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
+
+
+@triton.jit
+def in_rows(part, ROWS: tl.constexpr):
+    """Returns [ROWS, 64 outputs] from ROWS of a part that `store_part` writes."""
+    split = tl.reshape(part, [ROWS // 8, 4, 8, 4, 2, 2])
+    return tl.reshape(tl.permute(split, (0, 3, 5, 1, 4, 2)), [ROWS, 64])
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_steps", "n_row_tiles", "each", "apart"])
+def add_tile_parts_kernel(
+    parts_ptr, bias_ptr, y_ptr, n_rows, n_out, n_steps, n_row_tiles, each, apart,
+    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, PIECE: tl.constexpr,
+    AHEAD: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Adds up the parts of 64 outputs of PIECE rows of a tile. AHEAD parts are loaded at a time.
+
+    Tiles with parts are `apart` steps from one another, at least.
+    """
+    PIECES: tl.constexpr = OUTPUTS // 64 * (ROWS // PIECE)
+    SIZE: tl.constexpr = 64 * PIECE
+    piece = tl.program_id(0) % PIECES
+    tile = tl.program_id(0) // PIECES * apart // n_steps
+    first, last = tile * n_steps // each, ((tile + 1) * n_steps - 1) // each
+    begin = tile % n_row_tiles * ROWS + piece % (ROWS // PIECE) * PIECE
+    outputs = tile // n_row_tiles * OUTPUTS + piece // (ROWS // PIECE) * 64 + tl.arange(0, 64)
+    part = parts_ptr + piece * SIZE + tl.arange(0, SIZE)
+    # The first program may have begun in an earlier tile.
+    before = (first * each < tile * n_steps).to(tl.int32)
+    follow(CHAINED)
+    if (first < last) & (begin < n_rows):
+        acc = tl.zeros([SIZE], tl.float32)
+        for some in tl.range(first, last + 1, AHEAD):
+            program = some + tl.arange(0, AHEAD)
+            slot = 2 * program + tl.where(program == first, before, 0)
+            at = slot.to(tl.int64) * (OUTPUTS * ROWS)
+            parts = tl.load(part[None, :] + at[:, None], mask=(program <= last)[:, None], other=0.0)
+            acc += tl.sum(parts, 0)
+        rows = begin + tl.arange(0, PIECE)
+        y = in_rows(acc, PIECE)
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + outputs, mask=outputs < n_out, other=0.0)
+            y += bias.to(tl.float32)[None, :]
+        at = rows.to(tl.int64)[:, None] * n_out + outputs[None, :]
+        mask = (rows < n_rows)[:, None] & (outputs < n_out)[None, :]
+        tl.store(y_ptr + at, cast(y, y_ptr.dtype.element_ty), mask=mask)
 
 
 IN_MEMORY = {"bfloat16": gl.bfloat16, "float16": gl.float16, "int32": gl.int32}
@@ -454,22 +505,45 @@ def as_rows(x: Tensor) -> Tensor:
     return rows if rows.is_meta or rows.data_ptr() % ALIGNED == 0 else rows.clone()
 
 
+def adding(call: Call, config: Config) -> Bound:
+    """Returns the launch that writes y from parts float32 [programs, 2, outputs, rows], bias, y."""
+    p = call.problem
+    n_steps, n_row_tiles, n_tiles, each, _ = shares(call, config)
+    # Every tile may have parts, or only those in which a program begins.
+    apart = max(each, n_steps)
+    programs = triton.cdiv(n_tiles * n_steps, apart)
+    programs *= config.outputs // 64 * (config.rows // PIECE)
+    # Parts of a tile, at most: tiles begin anywhere in a share, or all with one.
+    most = triton.cdiv(n_steps - 1, each) + 1 if n_steps % each else n_steps // each
+    return Bound(
+        add_tile_parts_kernel, (programs,), p["rows"], p["n_out"], n_steps, n_row_tiles, each,
+        apart, HAS_BIAS=p["bias"], ROWS=config.rows, OUTPUTS=config.outputs, PIECE=PIECE,
+        AHEAD=min(MOST_AHEAD, triton.next_power_of_2(most)), num_warps=4, maxnreg=ADDING_REGISTERS,
+        **chained(call.target),
+    )  # fmt: skip
+
+
 def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
     x, weight, scales, _zeros, _bias = inputs
     p, shape = call.problem, (*x.shape[:-1], len(weight))
     n_steps, n_row_tiles, n_tiles, each, programs = shares(call, config)
     words = config.inputs * p["bits"] // 32
     group = 0 if scales.shape[1] == 1 else p["group"]
+    # A launch gives every thread the mean, in eights, and the kernel moves registers to consumers.
+    maxnreg = 8 * triton.cdiv(
+        CONSUMERS.value * config.registers + PRODUCER_REGISTERS.value, 8 * (CONSUMERS.value + 1)
+    )
     kernel = Bound(
         hopper_tiles_kernel, (programs,), p["rows"], p["n_out"], scales.shape[1], n_steps,
         n_row_tiles, n_tiles, each,
         maps=(described(config.outputs, words), described(config.rows, config.inputs)),
         BITS=p["bits"], HAS_ZEROS=p["zeros"], HAS_BIAS=p["bias"], GROUP=group, ROWS=config.rows,
         OUTPUTS=config.outputs, INPUTS=config.inputs, SUB=min(group or MOST_SUB, MOST_SUB),
-        STAGES=config.stages, num_warps=4, launch_pdl=True,
+        STAGES=config.stages, REGISTERS=config.registers, num_warps=4, launch_pdl=True,
+        maxnreg=maxnreg,
     )  # fmt: skip
-    has_parts = each % n_steps != 0
-    of_parts = programs * has_parts, 2, config.outputs, config.rows
+    add = adding(call, config) if each % n_steps else None
+    of_parts = programs if add else 0, 2, config.outputs, config.rows
 
     def launch(inputs, scalars):
         x, weight, scales, zeros, bias = inputs
@@ -479,8 +553,9 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
         bias = scales if bias is None else bias.contiguous()
         words = as_rows(weight).view(torch.int32)
         parts = x.new_empty(of_parts, dtype=torch.float32)
-        counts = zeros_for(x, n_tiles * CONSUMERS.value) if has_parts else words
-        kernel(words, as_rows(x), scales, zeros, bias, y, parts, counts)
+        kernel(words, as_rows(x), scales, zeros, bias, y, parts)
+        if add:
+            add(parts, bias, y)
         return (y,), ()
 
     return launch
