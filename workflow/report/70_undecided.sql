@@ -11,5 +11,5 @@ select
     ratio_cell(ratio, low, high) as ratio,
     n_more_runs as more_runs
 from undecided
-where base_comparison_key <> comparison_key
+where figure <> 'regressions'
 order by all;
