@@ -56,8 +56,8 @@ REGISTER_SUMS = 32
 
 
 @triton.jit
-def _nibbles(words, dtype: tl.constexpr):
-    """Returns the codes of words [N, K] in `dtype`, [N, 8 K], plus `_raised`.
+def nibbles(words, dtype: tl.constexpr):
+    """Returns the codes of words [N, K] in `dtype`, [N, 8 K], plus `raised`.
 
     In bfloat16 the numbers from 128 to 143 have the codes 0 to 15 as their last bits, and in
     float16 those from 1,024 on. So no number is converted.
@@ -76,14 +76,14 @@ def _nibbles(words, dtype: tl.constexpr):
 
 @triton.jit
 def _place(words, K: tl.constexpr, dtype: tl.constexpr):
-    """Returns code K of each word in `dtype`, plus `_raised`."""
+    """Returns code K of each word in `dtype`, plus `raised`."""
     BITS: tl.constexpr = 0x43004300 if dtype == tl.bfloat16 else 0x64006400
     pair = ((words >> (K // 2 * 4)) & 0x000F000F) | BITS
     return (pair >> (K % 2 * 16)).to(tl.int16).to(dtype, bitcast=True)
 
 
 @triton.jit
-def _raised(BITS: tl.constexpr, dtype: tl.constexpr):
+def raised(BITS: tl.constexpr, dtype: tl.constexpr):
     """Returns by how much loaded numbers are above their codes."""
     if BITS == 8:
         return -128
@@ -118,7 +118,7 @@ def _codes(
         offs_k = start // WORD + tl.arange(0, BLOCK_K // WORD)
         width = n_in // WORD
         words = load_tile(weight_ptr, offs_n, offs_k, n_out, width, width, True, MASKED)
-        numbers = _nibbles(words, dtype)
+        numbers = nibbles(words, dtype)
     return numbers
 
 
@@ -148,7 +148,7 @@ def _tiles_kernel(
             weight_ptr, offs_n, step * BLOCK_K, n_in, n_out, dtype, BITS, MASKED, BLOCK_K
         )
         if HAS_ZEROS or BITS == 4:
-            codes -= _number(zeros.to(tl.int32) + _raised(BITS, dtype), dtype)[:, None]
+            codes -= _number(zeros.to(tl.int32) + raised(BITS, dtype), dtype)[:, None]
         if WHOLE:
             acc = add_dot(codes, tl.trans(x), acc)
         else:

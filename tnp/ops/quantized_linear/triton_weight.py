@@ -1,4 +1,6 @@
-"""Makes the weight in 16 bits first, in portable Triton, for so many rows that the product rules.
+"""Makes the weight in 16 bits first, in portable Triton, for 1,024 rows and more.
+
+The product then takes most of the time.
 
 The weight is the one that `torch` makes: codes less zero points times their scales, rounded once.
 PyTorch multiplies by it. It is made in every call, in memory of 2 n_out n_in bytes, and not kept.
@@ -17,9 +19,9 @@ from tnp.ops._shared.few_rows import chained, follow
 from tnp.ops._shared.primitives import cast
 from tnp.ops.quantized_linear.definition import OPTIONS
 from tnp.ops.quantized_linear.packing import EACH
-from tnp.ops.quantized_linear.triton_tiles import _nibbles, _raised, empty
+from tnp.ops.quantized_linear.triton_tiles import nibbles, raised, empty
 
-LEAST_ROWS = 1024  # with fewer, making the weight takes longer than it saves
+LEAST_ROWS = 1024  # with fewer, tiles were faster on an H200
 LEAST_RUN, MOST_RUN = 32, 128  # neighbouring codes that share a scale
 CODES = 8192  # of a program
 _triton = triton_from(80)
@@ -48,8 +50,8 @@ def weight_kernel(
         numbers = codes.to(tl.float32) - (zero - 128).to(tl.float32)[:, None]
     else:
         words = at * (COLUMNS // WORD) + tl.arange(0, COLUMNS // WORD)[None, :]
-        numbers = _nibbles(tl.load(codes_ptr + words, mask=there[:, None], other=0), dtype)
-        raised = (zero + _raised(BITS, dtype)).to(tl.float32)[:, None]
+        numbers = nibbles(tl.load(codes_ptr + words, mask=there[:, None], other=0), dtype)
+        raised = (zero + raised(BITS, dtype)).to(tl.float32)[:, None]
         numbers = numbers.to(tl.float32) - raised
     to = weight_ptr + at * COLUMNS + columns[None, :]
     tl.store(to, cast(numbers * scale[:, None], dtype), mask=there[:, None])
