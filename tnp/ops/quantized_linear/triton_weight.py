@@ -19,7 +19,7 @@ from tnp.ops._shared.few_rows import chained, follow
 from tnp.ops._shared.primitives import cast
 from tnp.ops.quantized_linear.definition import OPTIONS
 from tnp.ops.quantized_linear.packing import EACH
-from tnp.ops.quantized_linear.triton_tiles import nibbles, raised, empty
+from tnp.ops.quantized_linear.triton_tiles import empty, nibbles, raised
 
 LEAST_ROWS = 1024  # with fewer, tiles were faster on an H200
 LEAST_RUN, MOST_RUN = 32, 128  # neighbouring codes that share a scale
@@ -51,8 +51,8 @@ def weight_kernel(
     else:
         words = at * (COLUMNS // WORD) + tl.arange(0, COLUMNS // WORD)[None, :]
         numbers = nibbles(tl.load(codes_ptr + words, mask=there[:, None], other=0), dtype)
-        raised = (zero + raised(BITS, dtype)).to(tl.float32)[:, None]
-        numbers = numbers.to(tl.float32) - raised
+        offset = (zero + raised(BITS, dtype)).to(tl.float32)[:, None]
+        numbers = numbers.to(tl.float32) - offset
     to = weight_ptr + at * COLUMNS + columns[None, :]
     tl.store(to, cast(numbers * scale[:, None], dtype), mask=there[:, None])
 
