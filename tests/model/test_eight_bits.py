@@ -184,20 +184,19 @@ def test_a_model_with_a_buffer_is_close_to_that_in_16_bits():
     assert 0 < difference.abs().max() < 9 * 0.1
 
 
-@pytest.mark.parametrize("variant", [FP8, PACKED])
-def test_steps_of_varying_sizes_are_those_of_16_bits(variant):
+def test_steps_of_varying_sizes_are_those_of_16_bits():
     config, task = replace(CONFIG, n_layers=1), make_task(CONFIG, n_context=150, n_target=20)
     steps = [
         TrainingStep(build(one, config), learning_rate=1e-3, buckets=Buckets(256, 64))
-        for one in (variant, Variant.named("fused"))
+        for one in (FP8, PACKED, Variant.named("fused"))
     ]
     for each in (task, with_lengths(task), make_task(CONFIG, n_context=9, n_target=40)):
-        narrow, wide = (step(each) for step in steps)
-        assert 0 < (narrow - wide).abs() < 0.02
+        *narrow, wide = (step(each) for step in steps)
+        assert all(0 < (loss - wide).abs() < 0.02 for loss in narrow)
 
 
 def test_a_compiled_step_is_the_eager_one():
-    config, task = replace(CONFIG, n_layers=1), make_task(CONFIG, n_context=150, n_target=20)
+    config, task = replace(CONFIG, n_layers=1), make_task(CONFIG, n_context=40, n_target=9)
     eager, compiled = (
         TrainingStep(build(one, config), learning_rate=1e-3)
         for one in (FP8, replace(FP8, compile=True))
