@@ -1,6 +1,4 @@
-"""Chooses how decode attention's kernel is launched: how the work is divided, and how much of the
-cache is loaded ahead.
-"""
+"""Chooses how decode attention's kernel divides the work, and how much it loads ahead."""
 
 import math
 from dataclasses import dataclass

@@ -1,9 +1,8 @@
 """Makes the weight in 16 bits first, in portable Triton, for 1,024 rows and more.
 
-The product then takes most of the time.
-
-The weight is the one that `torch` makes: codes less zero points times their scales, rounded once.
-PyTorch multiplies by it. It is made in every call, in memory of 2 n_out n_in bytes, and not kept.
+The product then takes most of the time. The weight is the one that `torch` makes: codes less zero
+points times their scales, rounded once. PyTorch multiplies by it. It is made in every call, in
+memory of 2 n_out n_in bytes, and not kept.
 """
 
 from collections.abc import Callable
