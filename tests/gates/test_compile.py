@@ -178,8 +178,7 @@ NARROW = {"rows": 4, "width": 1024, "n_out": 64}
         ("attention", "portable", FEW_KEYS, ("q",), None),
         ("mlp", "single", {"rows": 4, "d_model": 512, "d_ff": 64}, (), "132 KB"),
         ("mlp", "single", {"rows": 4, "d_model": 256, "d_ff": 64}, (), None),
-        ("rms_norm_linear", "triton", NARROW, (), "148 KB"),
-        ("rms_norm_linear", "triton", NARROW | {"width": 512}, (), None),
+        ("rms_norm_linear", "triton", NARROW, (), None),
         ("rms_norm_linear", "triton", NARROW | {"width": 512, "rows": 17}, (), "148 KB"),
     ],
 )

@@ -13,12 +13,12 @@ from tests.ops.problems import DEVICE
 from tnp.dispatch.devices import INTERPRETER, Target
 from tnp.dispatch.launcher import Bound
 from tnp.gates.checks import relative_error
-from tnp.ops._shared.few_rows import add_dot_in_parts, chained
+from tnp.ops._shared.few_rows import add_dot_in_parts, chained, weights_ready
 from tnp.ops.projection import linear
 
 KERNELS = {
-    "few_rows", "streamed", "rms_norm_linear", "decode", "add_parts", "enter", "hopper_tiles",
-    "add_tile_parts", "weight",
+    "streamed", "rms_norm_linear", "decode", "add_parts", "enter", "hopper_tiles", "add_tile_parts",
+    "weight",
 }  # fmt: skip
 OF_STEP = {"embed", "streamed", "heads", "attend", "choice", "largest"}
 # Prints of each kernel: its name and capability, whether it is launched ahead of the end of the one
@@ -37,6 +37,8 @@ from tnp.llm import models
 from tnp.llm.cache import Cache
 from tnp.llm.fused_step import FusedStep
 from tnp.llm.tokens import Tokens
+from tnp.ops._shared.few_rows import weights_ready
+from tnp.ops.projection import linear
 
 PROBLEMS = {
     "linear": dict(rows=2, n_in=512, n_out=512),
@@ -55,10 +57,14 @@ def found():
     for capability, ops in ((80, ["linear"]), (90, PROBLEMS)):
         target = targets.of_capability(capability)
         for op in ops:
-            operator = catalog().operator(op)
-            for other in ({}, {"rows": 1024}) if op == "quantized_linear" else ({},):
+            operator, more = catalog().operator(op), "rows" in PROBLEMS[op] and op != "linear"
+            for other in ({}, {"rows": 1024}) if more else ({},):
                 problem = operator.problem("bfloat16", **PROBLEMS[op] | other)
                 yield from launches(operator, problem, target)
+    def ready():
+        with targets.on_meta(targets.of_capability(90)), weights_ready():
+            linear(meta(2, 512), meta(512, 512), implementation="fused")
+    yield Launch(90, "bfloat16", (("ready", "linear"),), ready)
     def enter():
         write = entry(target, meta(1, 16, 1000, 64), 2)
         write(meta(1, 16, 1000, 64), meta(1, 24, 2, 64), meta(1, dtype=torch.int32))
@@ -82,19 +88,22 @@ for job in collect(found()):
     with redirect_stdout(io.StringIO()):  # the log of ptxas
         ptx = triton.compile(job.source, target=job.target, options=job.options).asm["ptx"]
     touches = ["".join(one) for one in re.findall(TOUCHES, ptx)]
-    of = ("step: " if "step" in dict(job.users) else "") + job.name
+    of = "".join(f"{one}: " for one in ("ready", "step") if one in dict(job.users)) + job.name
     rows.append([of, job.target.arch, bool(job.options["launch_pdl"]), touches])
 print(json.dumps(rows))
 """
 # Kernels that read ahead what the launch before does not write: lengths, which it only reads too;
-# the weights of a step; and the keys of a cache but the newest. Others may prefetch.
-AHEAD = {"add_parts": {"ld"}, "step: streamed": {"ld", "prefetch"}, "step: attend": {"ld"}}
+# weights that are ready; and the keys of a cache but the newest. Others may prefetch.
+AHEAD = {
+    "add_parts": {"ld"}, "ready: streamed": {"ld"}, "step: streamed": {"ld", "prefetch"},
+    "step: attend": {"ld"},
+}  # fmt: skip
 
 
 def test_nothing_is_read_or_written_ahead_of_the_wait():
     rows = in_child(f"KERNELS = {KERNELS | OF_STEP}{WAITS}")
     seen = {(name, capability) for name, capability, *_ in rows}
-    assert seen >= {("few_rows", 80), *((name, 90) for name in KERNELS)}
+    assert seen >= {("streamed", 80), ("ready: streamed", 90), *((name, 90) for name in KERNELS)}
     assert seen >= {(f"step: {name}", 90) for name in OF_STEP}
     for name, capability, launched_ahead, touches in rows:
         assert launched_ahead == (capability >= 90)
@@ -148,6 +157,8 @@ def test_few_rows_are_read_where_they_lie():
             y = linear(view, w, implementation="fused")
         assert len(launches) == 1 and reads(launches[0], view)
         torch.testing.assert_close(y, linear(view, w))
+        with weights_ready():
+            assert torch.equal(linear(view, w, implementation="fused"), y)
     columns = x.transpose(1, 2)  # rows of which are not contiguous
     torch.testing.assert_close(
         linear(columns, weight[:, :5], implementation="fused"), linear(columns, weight[:, :5])

@@ -278,10 +278,10 @@ class FusedStep(TorchStep):
         key = product, integers, norm and norm.weight.dtype, product.bias and linear.bias.dtype
         if key not in self._bounds:
             config = config_of(product, self._target)
-            programs, constants = launch_of(product, config, self._target, constant=True)
+            grid, constants = launch_of(product, config, self._target, constant=True)
             rows = 0, n_in, 0, n_in, len(x), len(x), len(x), n_out
             self._bounds[key] = (
-                Bound(streamed_kernel, (programs,), *rows, *integers, **constants), programs
+                Bound(streamed_kernel, grid, *rows, *integers, **constants), grid[0]
             )  # fmt: skip
         bound, programs = self._bounds[key]
         total = x if update is None else torch.empty_like(x)

@@ -14,6 +14,7 @@ from tnp.cuda_graphs import Captures
 from tnp.model.causal_buffer import Buffer
 from tnp.model.prediction import Encoding, draw
 from tnp.ops._shared.casting import WeightCasts
+from tnp.ops._shared.few_rows import weights_ready
 
 if TYPE_CHECKING:
     from tnp.model.network import Network
@@ -45,7 +46,7 @@ class Draws:
         self._drawn = 0  # the same number on the host
         self._known: Buffer | None = None
         self._casts = WeightCasts(model.parameters())
-        self._has_run, self._replay = False, None
+        self._steps, self._replay = 0, None
 
     def run(self, encoding: Encoding, n: int) -> torch.Tensor:
         """Returns the next n targets' values [B, n, d_y]. The first sees only the context.
@@ -66,16 +67,22 @@ class Draws:
         return self._y[:, first : self._drawn]
 
     def _follow(self) -> None:
-        """Draws a target after another: launched at first, then captured, then replayed."""
-        if self._captures is None or not self._has_run:
+        """Draws a target after another: twice launched, then captured, then replayed.
+
+        The first step casts each weight at its first use, all others ahead.
+        """
+        self._steps += 1
+        if self._steps == 1:
             with self._casts.step():
                 self._enter_and_draw()
-            self._has_run = True
-            return
-        if self._replay is None:
-            with self._casts.step():  # which casts the weights ahead of the capture
-                self._replay, _ = self._captures.capture(self._enter_and_draw)
-        self._replay()
+        elif self._captures is None or self._steps == 2:
+            with self._casts.step(), weights_ready():
+                self._enter_and_draw()
+        else:
+            if self._replay is None:
+                with self._casts.step(), weights_ready():
+                    self._replay, _ = self._captures.capture(self._enter_and_draw)
+            self._replay()
 
     def _enter_and_draw(self) -> None:
         x, x_next = self._x.index_select(1, self._places).split(1, 1)

@@ -6,21 +6,45 @@ On compute capability 9.0 and newer, such a kernel is launched while the kernel 
 (programmatic dependent launch). It prefetches its weights to L2, and `follow` then waits until all
 earlier kernels are complete. So the order of a stream holds, if every kernel that is launched early
 waits too. Before `follow`, no program may write anything. It may read only if it is launched right
-after a known kernel, because a weight may have just been computed. A prefetch is only a hint. Every
-program must call `follow`, because a later kernel's wait relies on this kernel's wait.
+after a known kernel, because a weight may have just been computed: see `weights_ready`. A prefetch
+is only a hint. Every program must call `follow`, because a later kernel's wait relies on this
+kernel's wait.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import triton
 import triton.language as tl
 
 from tnp.dispatch.devices import Target
-from tnp.ops._shared.primitives import INTERPRETED, add_dot, dot
+from tnp.ops._shared.primitives import add_dot, dot
 
 FEW = 16  # rows of a tensor core's tile
 # The bytes of a sector, in which tensors are brought to L2.
 SECTOR = tl.constexpr(32)
+
+_READY = ContextVar("weights are ready", default=False)
+
+
+@contextmanager
+def weights_ready() -> Iterator[None]:
+    """Lets products of a few rows read weights before they wait.
+
+    Inside, no launch may write a weight. The last launch before must not have written one either.
+    """
+    token = _READY.set(True)
+    try:
+        yield
+    finally:
+        _READY.reset(token)
+
+
+def are_ready() -> bool:
+    """Returns whether the caller is inside `weights_ready`."""
+    return _READY.get()
 
 
 def chained(target: Target) -> dict[str, Any]:
@@ -56,20 +80,6 @@ def prefetch_rows(
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32,
             is_pure=False, pack=1,
         )  # fmt: skip
-
-
-@triton.jit
-def after_loads(x):
-    """Returns 16-bit x, so that no use of x is scheduled before the loads above this line.
-
-    Triton moves an operand to its place in a product as soon as it is loaded. The next load would
-    start only after the operand has arrived.
-    """
-    if INTERPRETED:
-        return x
-    return tl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
-    )
 
 
 @triton.jit

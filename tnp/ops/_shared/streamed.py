@@ -3,13 +3,14 @@
     x' = x + update             the residual sum, written by one program of all
     x̂ = norm(x')                RMSNorm or LayerNorm
     y = x̂ wᵀ + bias             w in 16 bits, or codes of 8 or 4 bits with a scale for each group
-    then SwiGLU or GELU, or heads to a cache, or the largest of y
+    then SiLU, SwiGLU or GELU, or heads to a cache, or the largest of y
 
-A program computes tiles of 16 outputs of all rows. The weight is the left operand of the product,
-so a few rows are the narrow side of the tensor core's instruction (m16n8k16). A thread loads 16
-bytes of a row at a time, straight into the registers from which it multiplies: the order of the
-inner dimension is free in a sum, so x is reordered instead of the weight (`_inner_last`). The warps
-share the inner dimension, and add up their sums at the end in a fixed order.
+A program computes tiles of 16 outputs of all rows, or of eight rows where the weight is small. The
+weight is the left operand of the product, so a few rows are the narrow side of the tensor core's
+instruction (m16n8k16). A thread loads 16 bytes of a row at a time, straight into the registers from
+which it multiplies: the order of the inner dimension is free in a sum, so x is reordered instead of
+the weight (`_inner_last`). The warps share the inner dimension, and add up their sums at the end in
+a fixed order.
 
 Codes are integers that both 16-bit formats hold exactly. The scale of a group multiplies its
 float32 sum. So quantization adds no error to that of the codes.
@@ -21,17 +22,20 @@ weight. Only then is the weight read before the wait.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tnp.dispatch.devices import Target
-from tnp.ops._shared.few_rows import chained, follow, prefetch_rows
+from tnp.dispatch.launcher import Bound
+from tnp.ops._shared.few_rows import are_ready, chained, follow, prefetch_rows
 from tnp.ops._shared.new_heads import angles, store_heads
 from tnp.ops._shared.primitives import INTERPRETED, KernelConfig, add_dot, cast
-from tnp.ops._shared.rows import load_rows, row_offsets
+from tnp.ops._shared.rows import RowLayout, load_rows, row_offsets
 from tnp.ops._shared.triton_matmul import silu
 
 LEAST = tl.constexpr(8)  # rows of the tensor core's instruction
@@ -43,12 +47,14 @@ SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 class Config(KernelConfig):
     """Sets how a product is launched.
 
+    rows: rows of a program, a power of 2: all, or 8.
     blocks: 16 · blocks outputs are a tile.
     tiles: tiles of a program, one after another. A tile's weight is loaded ahead.
     columns: of the weight that a program loads at once.
     num_warps: warps of a program.
     """
 
+    rows: int
     blocks: int
     tiles: int
     columns: int
@@ -313,7 +319,7 @@ def streamed_kernel(
     TILES: tl.constexpr, R: tl.constexpr, L: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr,
     XM: tl.constexpr,
 ):  # fmt: skip
-    """Computes TILES · 16 · R outputs of all rows.
+    """Computes TILES · 16 · R outputs of XM rows.
 
     K: the inner width. C: numbers of a thread's load. L: loads of a part, PARTS: parts at a time.
     HALF: the distance of a pair's outputs: of gate and up, of a rotated pair, or 8.
@@ -329,7 +335,7 @@ def streamed_kernel(
     BM: tl.constexpr = XM if XM > 8 else 8
     POWER: tl.constexpr = triton.next_power_of_2(K)
     first = tl.program_id(0) * (TILES * 8 * R)
-    rows, offs_k = tl.arange(0, XM), tl.arange(0, CHUNK)
+    rows, offs_k = tl.program_id(1) * XM + tl.arange(0, XM), tl.arange(0, CHUNK)
     in_rows = rows < n_rows
     if CONSTANT:
         w = _load_weight(weight_ptr, first, 0, n_out, K, HALF, BITS, R, L, PARTS, V, MASKED)
@@ -353,7 +359,7 @@ def streamed_kernel(
         )
     best = tl.full([BM], float("-inf"), tl.float32)
     best_id = tl.zeros([BM], tl.int32)
-    of_y = tl.arange(0, BM)
+    of_y = tl.program_id(1) * XM + tl.arange(0, BM)
     in_y = of_y < n_rows
 
     for tile in tl.static_range(TILES):
@@ -439,6 +445,8 @@ def streamed_kernel(
                 to = y_ptr + of_y[None, :] * n_out + low[:, None]
                 if EPILOGUE == "gelu":
                     one, two = _gelu(one), _gelu(two)
+                elif EPILOGUE == "silu":
+                    one, two = silu(one, dtype), silu(two, dtype)
                 mask = (low < n_out)[:, None] & in_y[None, :]
                 tl.store(to, cast(one, dtype), mask=mask)
                 mask = (low + HALF < n_out)[:, None] & in_y[None, :]
@@ -482,21 +490,30 @@ class Product:
         return self.n_out // 2
 
 
+# Bytes of a weight whose product takes no longer than a launch. More programs then have fewer rows.
+SMALL = 4 * 2**20
+MOST_WIDTH = 32_768  # a program's code grows with the parts in which it takes the inner dimension
+
+
 def config_of(product: Product, target: Target) -> Config:
     """Returns how a product is launched: each program has many bytes in flight."""
-    if product.n_rows <= 2:
-        return Config(1, 1, 2048, 4 if product.n_in <= 2048 else 8)
+    rows = triton.next_power_of_2(product.n_rows)
+    if rows <= 2:
+        return Config(rows, 1, 1, 2048, 4 if product.n_in <= 2048 else 8)
     # Every program reads and normalizes all rows, which takes longer than one tile.
     tiles = min(8, triton.cdiv(triton.cdiv(product.n_pairs, 8), max(1, target.multiprocessors)))
-    # More columns of 16 rows would spill where they do not stay in registers for all tiles.
-    columns = 1024 if product.n_rows > 8 and product.n_in > 4096 else 2048
-    return Config(1, tiles, columns, 8)
+    if tiles == 1 and product.n_out * product.n_in * product.bits // 8 <= SMALL:
+        return Config(min(8, rows), 1, 1, 2048, 4)
+    # More columns of 16 rows, or of 8 with a norm, would spill where not all stay in registers.
+    spills = product.n_in > 2048 and (product.n_rows > 8 or product.norm)
+    columns = 1024 if spills else 2048
+    return Config(rows, 1, tiles, columns, 8)
 
 
 def launch_of(
     product: Product, config: Config, target: Target, constant: bool
-) -> tuple[int, dict[str, Any]]:
-    """Returns the programs of a launch, and the kernel's constants.
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Returns the grid of a launch, and the kernel's constants.
 
     Args:
         product, config, target: what is computed, how, and where.
@@ -514,12 +531,51 @@ def launch_of(
         needed = triton.next_power_of_2(triton.cdiv(product.n_in, 4 * per_load * parts))
         loads = max(1, min(config.columns // (4 * per_load * parts), needed))
     programs = triton.cdiv(product.n_pairs, 8 * config.blocks * config.tiles)
-    return programs, {
+    return (programs, triton.cdiv(product.n_rows, config.rows)), {
         "K": product.n_in, "HALF": product.half, "BITS": product.bits, "GROUP": product.group,
         "ZEROS": product.zeros, "BIAS": product.bias, "UPDATE": product.update,
         "NORM": product.norm, "EPILOGUE": product.epilogue, "N_HEADS": product.n_heads,
         "N_KV_HEADS": product.n_kv_heads, "PAGE": product.page, "CONSTANT": constant,
         "TILES": config.tiles, "R": config.blocks, "L": loads, "PARTS": parts, "C": per_load,
-        "XM": triton.next_power_of_2(product.n_rows), "num_warps": config.num_warps,
+        "XM": config.rows, "num_warps": config.num_warps,
         "num_stages": 1, **chained(target),
     }  # fmt: skip
+
+
+def bound(
+    product: Product,
+    config: Config,
+    target: Target,
+    of_x: RowLayout,
+    of_update: RowLayout | None = None,
+) -> Callable[..., None]:
+    """Returns the launch of a product whose results are rows: no heads, no largest.
+
+    Call it with x, weight and y, and with the tensors that `product` names. `total` is x + update.
+    Inside `weights_ready()` the first weights are read before the wait.
+    """
+    of_both = *of_x.strides, *(of_update or of_x).strides
+    sizes = *of_both, product.n_rows, of_x.n_inner, (of_update or of_x).n_inner, product.n_out
+    bounds = []
+    for constant in (False, True):
+        grid, constants = launch_of(product, config, target, constant)
+        bounds.append(Bound(streamed_kernel, grid, *sizes, 0, 0, 0, 0, 0, 0, **constants))
+
+    def launch(
+        x: Tensor,
+        weight: Tensor,
+        y: Tensor,
+        *,
+        update: Tensor | None = None,
+        total: Tensor | None = None,
+        norm_weight: Tensor | None = None,
+        scales: Tensor | None = None,
+        zeros: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float = 1.0,
+    ) -> None:
+        optional = update, norm_weight, None, weight, scales, zeros, bias, total
+        tensors = (x if one is None else one for one in optional)
+        bounds[are_ready()](x, *tensors, y, y, y, x, x, x, x, x, x, eps)
+
+    return launch

@@ -4,16 +4,13 @@ from collections.abc import Callable
 
 import torch
 
-from tnp.dispatch.launcher import Bound
 from tnp.dispatch.spec import Call, Kernel, Reason, triton_from
 from tnp.ops._shared.few_rows import FEW
 from tnp.ops._shared.rows import row_layout
-from tnp.ops._shared.streamed import Config, Product, config_of, launch_of, streamed_kernel
+from tnp.ops._shared.streamed import MOST_WIDTH, Config, Product, bound, config_of
 from tnp.ops.quantized_linear.definition import OPTIONS
 from tnp.ops.quantized_linear.triton_tiles import empty
 
-# A program holds all rows' columns one part after another, and its code grows with their number.
-MOST_WIDTH = 32_768
 _triton = triton_from(80)
 
 
@@ -40,18 +37,16 @@ def configs(call: Call) -> tuple[Config, ...]:
 def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
     x, product = inputs[0], _product(call)
     of_x, shape = row_layout(x), (*x.shape[:-1], product.n_out)
-    programs, constants = launch_of(product, config, call.target, constant=False)
-    sizes = *of_x.strides, 0, product.n_in, product.n_rows, of_x.n_inner, 1, product.n_out
-    kernel = Bound(streamed_kernel, (programs,), *sizes, 0, 0, 0, 0, 0, 0, **constants)
+    multiply = bound(product, config, call.target, of_x)
 
     def launch(inputs, scalars):
         x, weight, scales, zeros, bias = inputs
         x, y = of_x.of(x), x.new_empty(shape)
-        zeros = x if zeros is None else zeros.contiguous()
-        bias = x if bias is None else bias.contiguous()
-        weight = weight.contiguous().view(torch.int8)
-        unread = (y, y, x, x, x, x, x, x)
-        kernel(x, x, x, x, weight, scales.contiguous(), zeros, bias, x, y, *unread, 1.0)
+        multiply(
+            x, weight.contiguous().view(torch.int8), y, scales=scales.contiguous(),
+            zeros=None if zeros is None else zeros.contiguous(),
+            bias=None if bias is None else bias.contiguous(),
+        )  # fmt: skip
         return (y,), ()
 
     return launch

@@ -72,7 +72,7 @@ class Config(KernelConfig):
 
 
 CONFIGS = (
-    Config(32, 128, 128, 6, 120), Config(64, 128, 128, 5, 168), Config(128, 128, 128, 4, 200),
+    Config(32, 128, 128, 6, 120), Config(64, 128, 128, 5, 168), Config(128, 128, 128, 4, 240),
 )  # fmt: skip
 
 
@@ -217,15 +217,6 @@ def operand(
         both = gl.permute(both, (0, 1, 5, 3, 4, 2))
     numbers = gl.reshape(both, [N, W * 32 // BITS]).to(dtype, bitcast=True)
     return gl.convert_layout(numbers, OPERAND, assert_trivial=True)
-
-
-@gluon.jit
-def follow_gluon():
-    """Does the same as `tnp.ops._shared.few_rows.follow`."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -385,7 +376,7 @@ def hopper_tiles_kernel(
     """Computes `each` steps of all tiles. Parts are float32 [programs, 2, OUTPUTS · ROWS]."""
     dtype: gl.constexpr = x_desc.dtype
     begin = gl.program_id(0) * each
-    follow_gluon()
+    follow(True)
     steps = Steps(
         gl.allocate_shared_memory(
             codes_desc.dtype, [STAGES] + codes_desc.block_type.shape, codes_desc.layout

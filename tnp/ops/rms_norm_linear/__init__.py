@@ -77,7 +77,7 @@ def work(case, pass_) -> Work:
 
 
 def compiled(target) -> Iterator[Problem]:
-    """Yields problems to compile: a few rows, whole and in parts, and more rows."""
+    """Yields problems to compile: a few rows, in one part and in more, and more rows."""
     for dtype in ("bfloat16", "float32") if target.capability in EVERY_DTYPE_ON else ("bfloat16",):
         for rows, width in ((2, 512), (2, 1024), (40, 512)):
             yield OPERATOR.problem(dtype, rows=rows, width=width, n_out=1536, silu=True)
@@ -86,13 +86,14 @@ def compiled(target) -> Iterator[Problem]:
 def _supported(call: Call) -> Reason:
     """Returns why `triton` cannot serve a call, or None.
 
-    In 16 bits, rows wider than a tile pass through three stages of shared memory. A tile holds 512
-    columns of up to 16 rows, or 256 of more rows.
+    In 16 bits, rows wider than a tile pass through three stages of shared memory, but for a few
+    rows (`few_rows`).
     """
     if (reason := triton_from(80)(call)) is not None:
         return reason
     p = call.problem
-    staged = p.itemsize == 2 and p["width"] > (512 if p["rows"] <= 16 else 256)
+    few = p["rows"] <= 16 and p["width"] <= 32_768
+    staged = p.itemsize == 2 and p["width"] > 256 and not few
     return lacks_shared(call, 151_552) if staged else None
 
 
@@ -123,7 +124,8 @@ OPERATOR = Operator(
         Implementation(
             "triton",
             forward=Operation(
-                "rms_norm_linear.forward", (f"{__name__}.triton_rms_norm_linear:FORWARD",)
+                "rms_norm_linear.forward",
+                (f"{__name__}.few_rows:FORWARD", f"{__name__}.triton_rms_norm_linear:FORWARD"),
             ),
             supported=_supported,
             options=("silu",),
