@@ -504,10 +504,9 @@ def config_of(product: Product, target: Target) -> Config:
     tiles = min(8, triton.cdiv(triton.cdiv(product.n_pairs, 8), max(1, target.multiprocessors)))
     if tiles == 1 and product.n_out * product.n_in * product.bits // 8 <= SMALL:
         return Config(min(8, rows), 1, 1, 2048, 4)
-    # More columns of 16 rows, or of 8 with a norm, would spill where not all stay in registers.
-    spills = product.n_in > 2048 and (product.n_rows > 8 or product.norm)
-    columns = 1024 if spills else 2048
-    return Config(rows, 1, tiles, columns, 8)
+    # More columns of 16 rows, or with a norm, would spill where not all stay in registers.
+    parts = (1 + (rows > 8)) * (1 + bool(product.norm)) if product.n_in > 2048 else 1
+    return Config(rows, 1, tiles, 2048 // parts, 8)
 
 
 def launch_of(
