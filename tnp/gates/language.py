@@ -304,9 +304,12 @@ def _of_generate(
 def _of_many(
     decoder: Decoder, step: Step, text: Text, truth: _Truth, check: Callable[..., Check]
 ) -> Iterator[Check]:
-    """Runs copies of the prompts, more rows than kernels for a few rows take."""
+    """Runs copies of the prompts, more rows than kernels for a few rows take.
+
+    Attention reads the longest cache in parts and adds them up.
+    """
     many = text.first(N_OF_CONTROLS).copied(N_COPIES)
-    n, capacity = len(many.prompts), max(PROMPTS) + N_STEPS
+    n, capacity = len(many.prompts), decoder.sizes.longest
     logits = _run(step, many, Cache(decoder, n, capacity))
     ratio = max(truth.ratio(copy) for copy in logits.split(len(PROMPTS), 1))
     yield check(f"{n} sequences: logits at every token", "error_ratio", ratio, RATIO)
