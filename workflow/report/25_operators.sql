@@ -19,7 +19,7 @@ select
     device,
     op as operator,
     pass,
-    shape,
+    shape || coalesce(', ' || (problem ->> '$.options.bits') || ' bits', '') as shape,
     implementation as ours,
     time_ms as ms,
     tflops as "TFLOP/s",
@@ -30,4 +30,4 @@ select
     evidence_cell(valid, why_not) as evidence
 from own_operators
 where op not in ('attention', 'decode_attention')
-order by device asc, op asc, pass desc, shape asc, implementation asc, comparison_key asc;
+order by device asc, op asc, pass desc, own_operators.shape asc, implementation asc, comparison_key asc;

@@ -16,6 +16,7 @@ with others as (
         n_q,
         n_k,
         dtype,
+        problem ->> '$.options.bits' as bits,
         string_agg(
             implementation || ' ' || coalesce(format('{:.4g}', time_ms), status)
             || coalesce(format(' (plan {:.2g})', plan_ms), ''),
@@ -41,4 +42,6 @@ left join others
         and own.n_q is not distinct from others.n_q
         and own.n_k is not distinct from others.n_k
         and own.dtype = others.dtype
+        -- Codes of 4 and 8 bits have equal sizes.
+        and own.problem ->> '$.options.bits' is not distinct from others.bits
 where own.role = 'own' and own.status = 'ok' and own.implementation != 'auto';
