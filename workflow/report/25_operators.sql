@@ -30,4 +30,4 @@ select
     evidence_cell(valid, why_not) as evidence
 from own_operators
 where op not in ('attention', 'decode_attention')
-order by device asc, op asc, pass desc, own_operators.shape asc, implementation asc, comparison_key asc;
+order by device asc, op asc, pass desc, shape asc, implementation asc, comparison_key asc;
