@@ -69,20 +69,26 @@ class Draws:
     def _follow(self) -> None:
         """Draws a target after another: twice launched, then captured, then replayed.
 
-        The first step casts each weight at its first use, all others ahead.
+        The first step casts each weight at its first use. From the second step on all weights are
+        cast ahead, so products read them ahead. The second step is launched too, because kernels
+        that do so cannot be loaded while a graph is captured.
         """
         self._steps += 1
         if self._steps == 1:
             with self._casts.step():
                 self._enter_and_draw()
         elif self._captures is None or self._steps == 2:
-            with self._casts.step(), weights_ready():
+            with self._casts.step(), weights_ready(self._weights()):
                 self._enter_and_draw()
         else:
             if self._replay is None:
-                with self._casts.step(), weights_ready():
+                with self._casts.step(), weights_ready(self._weights()):
                     self._replay, _ = self._captures.capture(self._enter_and_draw)
             self._replay()
+
+    def _weights(self) -> list[torch.Tensor]:
+        """Returns the casts that a step begins with, and all parameters."""
+        return [*self._casts.copies(), *self._model.parameters()]
 
     def _enter_and_draw(self) -> None:
         x, x_next = self._x.index_select(1, self._places).split(1, 1)

@@ -3,21 +3,23 @@
 Their time is the latency of a launch and of a chain of products.
 
 On compute capability 9.0 and newer, such a kernel is launched while the kernel before it still runs
-(programmatic dependent launch). It prefetches its weights to L2, and `follow` then waits until all
-earlier kernels are complete. So the order of a stream holds, if every kernel that is launched early
-waits too. Before `follow`, no program may write anything. It may read only if it is launched right
-after a known kernel, because a weight may have just been computed: see `weights_ready`. A prefetch
-is only a hint. Every program must call `follow`, because a later kernel's wait relies on this
-kernel's wait.
+(programmatic dependent launch). `follow` waits until all earlier kernels are complete. So the order
+of a stream holds, if every kernel that is launched early waits too. Every program must call
+`follow`, because a later kernel's wait relies on this kernel's wait.
+
+Before `follow`, no program may write anything. It may read what the launch before does not write: a
+weight that `is_ready`, or a tensor of a known chain of launches. It may ask for anything to be
+brought to L2, which is only a hint.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tnp.dispatch.devices import Target
 from tnp.ops._shared.primitives import add_dot, dot
@@ -26,25 +28,27 @@ FEW = 16  # rows of a tensor core's tile
 # The bytes of a sector, in which tensors are brought to L2.
 SECTOR = tl.constexpr(32)
 
-_READY = ContextVar("weights are ready", default=False)
+_READY: ContextVar[frozenset[int]] = ContextVar("addresses of weights that are ready")
 
 
 @contextmanager
-def weights_ready() -> Iterator[None]:
-    """Lets products of a few rows read weights before they wait.
+def weights_ready(weights: Iterable[Tensor]) -> Iterator[None]:
+    """Lets products of a few rows read these weights before they wait.
 
-    Inside, no launch may write a weight. The last launch before must not have written one either.
+    No launch inside may write one of them, nor may the last launch before. Other weights are read
+    behind the wait: a copy that a call makes has an address of its own.
     """
-    token = _READY.set(True)
+    kept = list(weights)  # no other tensor gets their addresses
+    token = _READY.set(frozenset(weight.data_ptr() for weight in kept))
     try:
         yield
     finally:
         _READY.reset(token)
 
 
-def are_ready() -> bool:
-    """Returns whether the caller is inside `weights_ready`."""
-    return _READY.get()
+def is_ready(weight: Tensor) -> bool:
+    """Returns whether the weight is one of those of `weights_ready`."""
+    return weight.data_ptr() in _READY.get(())
 
 
 def chained(target: Target) -> dict[str, Any]:

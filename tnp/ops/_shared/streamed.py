@@ -32,7 +32,7 @@ from torch import Tensor
 
 from tnp.dispatch.devices import Target
 from tnp.dispatch.launcher import Bound
-from tnp.ops._shared.few_rows import are_ready, chained, follow, prefetch_rows
+from tnp.ops._shared.few_rows import chained, follow, is_ready, prefetch_rows
 from tnp.ops._shared.new_heads import angles, store_heads
 from tnp.ops._shared.primitives import INTERPRETED, KernelConfig, add_dot, cast
 from tnp.ops._shared.rows import RowLayout, load_rows, row_offsets
@@ -339,7 +339,8 @@ def streamed_kernel(
     in_rows = rows < n_rows
     if CONSTANT:
         w = _load_weight(weight_ptr, first, 0, n_out, K, HALF, BITS, R, L, PARTS, V, MASKED)
-        if NORM != "" and tl.program_id(0) == 0:
+        # A narrower norm's weight is less than a sector.
+        if NORM != "" and POWER >= 16 and tl.program_id(0) == 0:
             prefetch_rows(norm_weight_ptr, tl.arange(0, 1), 1, K, POWER, CHAINED)
     follow(CHAINED)
     if not CONSTANT:
@@ -490,7 +491,7 @@ class Product:
         return self.n_out // 2
 
 
-# Bytes of a weight whose product takes no longer than a launch. More programs then have fewer rows.
+# A weight of so many bytes takes no longer than a launch. Rows 9 to 16 then go to a second program.
 SMALL = 4 * 2**20
 MOST_WIDTH = 32_768  # a program's code grows with the parts in which it takes the inner dimension
 
@@ -502,7 +503,8 @@ def config_of(product: Product, target: Target) -> Config:
         return Config(rows, 1, 1, 2048, 4 if product.n_in <= 2048 else 8)
     # Every program reads and normalizes all rows, which takes longer than one tile.
     tiles = min(8, triton.cdiv(triton.cdiv(product.n_pairs, 8), max(1, target.multiprocessors)))
-    if tiles == 1 and product.n_out * product.n_in * product.bits // 8 <= SMALL:
+    is_small = product.n_out * product.n_in * product.bits // 8 <= SMALL
+    if tiles == 1 and is_small and product.n_in <= 2048:
         return Config(min(8, rows), 1, 1, 2048, 4)
     # More columns of 16 rows, or with a norm, would spill where not all stay in registers.
     parts = (1 + (rows > 8)) * (1 + bool(product.norm)) if product.n_in > 2048 else 1
@@ -551,7 +553,7 @@ def bound(
     """Returns the launch of a product whose results are rows: no heads, no largest.
 
     Call it with x, weight and y, and with the tensors that `product` names. `total` is x + update.
-    Inside `weights_ready()` the first weights are read before the wait.
+    The first part of a weight that `is_ready` is read before the wait.
     """
     of_both = *of_x.strides, *(of_update or of_x).strides
     sizes = *of_both, product.n_rows, of_x.n_inner, (of_update or of_x).n_inner, product.n_out
@@ -575,6 +577,6 @@ def bound(
     ) -> None:
         optional = update, norm_weight, None, weight, scales, zeros, bias, total
         tensors = (x if one is None else one for one in optional)
-        bounds[are_ready()](x, *tensors, y, y, y, x, x, x, x, x, x, eps)
+        bounds[is_ready(weight)](x, *tensors, y, y, y, x, x, x, x, x, x, eps)
 
     return launch

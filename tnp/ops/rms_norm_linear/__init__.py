@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["rms_norm_linear"]
 
+MOST_ROWS, MOST_WIDTH = 16, 2048  # of the kernel for a few rows; its code grows with the width
+
 
 def reference(x, update, norm_weight, weight, eps, silu=False):
     """Computes the formulas in PyTorch, in x's dtype, to which weights are cast."""
@@ -77,29 +79,44 @@ def work(case, pass_) -> Work:
 
 
 def compiled(target) -> Iterator[Problem]:
-    """Yields problems to compile: a few rows, in one part and in more, and more rows."""
+    """Yields problems to compile: a few rows, in one program and in two, and more rows."""
     for dtype in ("bfloat16", "float32") if target.capability in EVERY_DTYPE_ON else ("bfloat16",):
-        for rows, width in ((2, 512), (2, 1024), (40, 512)):
+        for rows, width in ((2, 512), (2, 2048), (16, 512), (40, 512)):
             yield OPERATOR.problem(dtype, rows=rows, width=width, n_out=1536, silu=True)
 
 
-def _supported(call: Call) -> Reason:
-    """Returns why `triton` cannot serve a call, or None.
+def supports_many(call: Call) -> Reason:
+    """Returns why the kernel for any number of rows cannot serve a call, or None.
 
-    In 16 bits, rows wider than a tile pass through three stages of shared memory, but for a few
-    rows (`few_rows`).
+    In 16 bits, rows wider than a tile pass through three stages of shared memory.
     """
+    p = call.problem
+    staged = p.itemsize == 2 and p["width"] > 256
+    return lacks_shared(call, 149_504) if staged else None
+
+
+def supports_few(call: Call) -> Reason:
+    """Returns why the kernel for a few rows cannot serve a call, or None."""
+    p = call.problem
+    if p["rows"] > MOST_ROWS:
+        return f"it takes up to {MOST_ROWS} rows, not {p['rows']}"
+    if p["width"] > MOST_WIDTH:
+        return f"it takes widths up to {MOST_WIDTH}, not {p['width']}"
+    if p.itemsize != 2:
+        return f"it takes floats of 16 bits, not {p.dtype}"
+    return None
+
+
+def _supported(call: Call) -> Reason:
     if (reason := triton_from(80)(call)) is not None:
         return reason
-    p = call.problem
-    few = p["rows"] <= 16 and p["width"] <= 32_768
-    staged = p.itemsize == 2 and p["width"] > 256 and not few
-    return lacks_shared(call, 151_552) if staged else None
+    return None if supports_few(call) is None else supports_many(call)
 
 
 _SILU = {"silu": True}
 _INTERPRETED = (
     (2, 48, 40, {"batch": 2, "start": 1}),
+    (15, 48, 16, {"batch": 3, "start": 1}),  # two programs share the rows
     (17, 100, 33, _SILU),
     (3, 1100, 16, {"start": 1, **_SILU}),
 )

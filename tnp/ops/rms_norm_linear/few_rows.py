@@ -4,25 +4,12 @@ from collections.abc import Callable
 
 import torch
 
-from tnp.dispatch.spec import Call, Kernel, Reason, triton_from
+from tnp.dispatch.spec import Call, Kernel
 from tnp.ops._shared.casting import cast_weight
-from tnp.ops._shared.few_rows import FEW
 from tnp.ops._shared.rows import row_layout
-from tnp.ops._shared.streamed import MOST_WIDTH, Config, Product, bound, config_of
+from tnp.ops._shared.streamed import Config, Product, bound, config_of
+from tnp.ops.rms_norm_linear import supports_few
 from tnp.ops.rms_norm_linear.triton_rms_norm_linear import empty
-
-_triton = triton_from(80)
-
-
-def supported(call: Call) -> Reason:
-    p = call.problem
-    if p["rows"] > FEW:
-        return f"it takes up to {FEW} rows, not {p['rows']}"
-    if p["width"] > MOST_WIDTH:
-        return f"it takes widths up to {MOST_WIDTH}, not {p['width']}"
-    if p.itemsize != 2:
-        return f"it takes floats of 16 bits, not {p.dtype}"
-    return _triton(call)
 
 
 def _product(call: Call) -> Product:
@@ -56,4 +43,4 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
     return launch
 
 
-FORWARD = Kernel("few_rows", empty, prepare, supported, configs, options=("silu",))
+FORWARD = Kernel("few_rows", empty, prepare, supports_few, configs, options=("silu",))

@@ -18,6 +18,7 @@ from tnp.ops._shared.few_rows import FEW, add_dot_in_parts, chained, follow, pre
 from tnp.ops._shared.primitives import KernelConfig, cast
 from tnp.ops._shared.rows import load_rows, row_layout, row_offsets
 from tnp.ops._shared.triton_matmul import load_tile, silu, store_tile
+from tnp.ops.rms_norm_linear import supports_many
 
 
 @dataclass(frozen=True)
@@ -139,4 +140,4 @@ def prepare(call: Call, config: Config, inputs: tuple) -> Callable:
     return launch
 
 
-FORWARD = Kernel("triton", empty, prepare, configs=configs, options=("silu",))
+FORWARD = Kernel("triton", empty, prepare, supports_many, configs, options=("silu",))
