@@ -24,6 +24,10 @@ if device_slug() == "cpu":
 # tests are small, and threads that wait for each other on busy cores take three times the CPU time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Inductor compiles for a CPU without vectors: it would try out each kind of them with a program of
+# its own, which takes as long as a test.
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
+
 
 def pytest_xdist_auto_num_workers() -> int:
     """Two processes where there are two cores. `pytest -n 0` runs the tests in this one."""

@@ -213,9 +213,8 @@ def matmuls(n_layers: int = 2) -> dict[tuple[str, str], int]:
     }
 
 
-# Each block takes Inductor some seconds, and so do vectors.
+# Each block takes Inductor some seconds.
 @pytest.mark.parametrize(("compiled", "n_layers"), [(False, 2), (True, 1)])
-@torch._inductor.config.patch({"cpp.simdlen": 1})
 def test_the_kernels_of_undisturbed_steps_have_the_places_of_marked_ones(
     monkeypatch, compiled: bool, n_layers: int
 ) -> None:

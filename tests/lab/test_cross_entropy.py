@@ -159,7 +159,7 @@ def test_a_fault_in_the_source_exceeds_the_tolerance(
     def faulty(source, architecture):
         text = source.path.read_text()
         assert right in text
-        return emulation._compiled(source, text.replace(right, wrong, 1))
+        return emulation.compiled(source, text.replace(right, wrong, 1))
 
     monkeypatch.setattr(launch, "loaded", faulty)
     case = OPERATOR.case("float32", rows, 1100, magnitude=5.0, ignored=3)

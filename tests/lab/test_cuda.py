@@ -326,7 +326,7 @@ def test_a_slip_is_found_out(name, right, wrong, here, monkeypatch):
         if source.path.stem == ("wmma_steps" if name in STEPS else name):
             assert right in text
             text = text.replace(right, wrong, 1)
-        return emulation._compiled(source, text)
+        return emulation.compiled(source, text)
 
     monkeypatch.setattr(launch, "loaded", slipped)
     if name == "three_passes":

@@ -106,7 +106,7 @@ def test_a_fault_in_the_source_exceeds_the_tolerance(right, wrong, here, monkeyp
     def faulty(source: nvrtc.Source, architecture: str) -> launch.Launch:
         text = source.path.read_text()
         assert right in text
-        return emulation._compiled(source, text.replace(right, wrong, 1))
+        return emulation.compiled(source, text.replace(right, wrong, 1))
 
     monkeypatch.setattr(launch, "loaded", faulty)
     found = judged("gelu_linear", "wmma", GELU_LINEAR.case(*RAGGED))

@@ -122,7 +122,7 @@ def test_tasks_whose_gradients_are_added_up_share_a_bucket():
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
-@torch._inductor.config.patch({"force_disable_caches": True, "cpp.simdlen": 1})  # no vectors
+@torch._inductor.config.patch({"force_disable_caches": True})
 def test_a_compiled_step_is_the_uncompiled_one_at_every_size():
     """Inductor must not keep tensors for the backward pass with the strides of the first size.
 

@@ -1,7 +1,8 @@
 """A store of a few rows, written as the store writes them, and what builds such rows."""
 
+import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import product
 from pathlib import Path
@@ -13,17 +14,14 @@ import pytest
 from tests.sql.depths import depths
 from tnp.bench.outcome import together
 from tnp.store.files import _load, build_database, read_tables, write_table
-from tnp.store.views import MEANINGS, in_order
+from tnp.store.views import CREATED, MEANINGS, in_order
 from tnp.util.atomic_files import parquet_files
 
 SQL = Path(__file__).parents[2] / "workflow" / "sql"
 FILES = sorted(SQL.glob("*.sql"))
 VIEWS = sorted(depths(FILES).keys() - {MEANINGS})
-CREATING_TABLES = [
-    text
-    for path in in_order(FILES)
-    if "create or replace table" in (text := path.read_text()) and MEANINGS not in text
-]
+TEXTS = {path: re.sub(r"--.*", "", path.read_text()) for path in in_order(FILES)}
+HOME = {name: path for path, text in TEXTS.items() for _, _, name in CREATED.findall(text)}
 NOW = datetime(2026, 2, 1, 10, 0, tzinfo=UTC)
 PROVENANCE = {"device": "gpu", "environment_id": "e", "recorded_at": NOW}
 SIZES = {"shape": "mid", "batch": 4, "n_context": 100, "n_target": 10, "dtype": "bfloat16"}
@@ -31,8 +29,6 @@ SIZES_OF_MLP = {"batch": 4, "n_q": 110, "d_model": 512, "d_ff": 1365, "d_ff_stor
 
 Row = dict[str, object]
 Tables = dict[str, list[Row]]
-Query = Callable[[str], list[Row]]
-Store = Callable[..., Query]
 
 
 @pytest.fixture(scope="session")
@@ -43,12 +39,51 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return database
 
 
+def files_of(sql: str) -> set[Path]:
+    """Returns the files that create what a text names, and what those files name."""
+    found: set[Path] = set()
+    pending = [sql]
+    while pending:
+        new = {HOME[word] for word in re.findall(r"\w+", pending.pop()) if word in HOME} - found
+        found |= new
+        pending += [TEXTS[path] for path in new]
+    return found
+
+
+class Query:
+    """Returns the rows of SQL over `database`, in which only the recorded tables are filled yet.
+
+    Tables that files of SQL create take most of the time: each is filled when SQL that reads it,
+    directly or through views, first asks for it.
+    """
+
+    def __init__(self, database: Path) -> None:
+        self.connection = duckdb.connect(str(database))
+        self.connection.execute("pragma disable_checkpoint_on_shutdown")  # nobody opens it again
+        self._pending = [
+            path
+            for path, text in TEXTS.items()
+            if "create or replace table" in text and MEANINGS not in text
+        ]
+
+    def __call__(self, sql: str) -> list[Row]:
+        needed = files_of(sql)
+        for path in [path for path in self._pending if path in needed]:
+            self.connection.execute(TEXTS[path])
+            self._pending.remove(path)
+        return self.connection.sql(sql).to_arrow_table().to_pylist()
+
+
+Store = Callable[..., Query]
+
+
 @pytest.fixture
-def store(empty_store: Path, tmp_path: Path) -> Callable[..., Query]:
+def store(empty_store: Path, tmp_path: Path) -> Iterator[Store]:
     """Builds a database from tables and returns a function from SQL to rows.
 
     `parts` were measured on this machine, `recorded` elsewhere; there are `copies` of each file.
     """
+    built: list[Query] = []
 
     def build(*parts: Tables, recorded: Sequence[Tables] = (), copies: int = 1) -> Query:
         files = []
@@ -57,29 +92,15 @@ def store(empty_store: Path, tmp_path: Path) -> Callable[..., Query]:
             for (table, rows), copy in product(tables.items(), range(copies)):
                 write_table(tmp_path / origin / "gpu" / table / f"{copy}.parquet", table, rows)
             files += parquet_files(tmp_path / origin)
-        database = filled(empty_store, files, tmp_path / "results.duckdb")
+        read = read_tables(files)
+        # A copy has the views, which take long to create.
+        built.append(Query(shutil.copyfile(empty_store, tmp_path / f"store{len(built)}.duckdb")))
+        _load(built[-1].connection, {table: rows for table, rows in read.items() if rows})
+        return built[-1]
 
-        def query(sql: str) -> list[Row]:
-            with duckdb.connect(str(database), read_only=True) as connection:
-                return connection.sql(sql).to_arrow_table().to_pylist()
-
-        return query
-
-    return build
-
-
-def filled(empty: Path, files: Sequence[Path], database: Path) -> Path:
-    """Writes to `database` what `build_database` would, in less time.
-
-    It copies the views of `empty` and runs only those files of SQL again that create tables.
-    """
-    shutil.copyfile(empty, database)
-    with duckdb.connect(str(database)) as connection:
-        tables = read_tables(files)
-        _load(connection, {table: rows for table, rows in tables.items() if rows})
-        for text in CREATING_TABLES:
-            connection.execute(text)
-    return database
+    yield build
+    for query in built:
+        query.connection.close()
 
 
 def step(

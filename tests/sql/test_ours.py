@@ -3,9 +3,7 @@
 import json
 from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 
-import duckdb
 import pytest
 
 from tests.sql.conftest import Query, operator
@@ -56,9 +54,7 @@ def with_ours(monkeypatch):
     registry.catalog.cache_clear()
 
 
-def test_any_name_of_ours_is_ours_everywhere(
-    with_ours, store: Callable[..., Query], tmp_path: Path
-) -> None:
+def test_any_name_of_ours_is_ours_everywhere(with_ours, store: Callable[..., Query]) -> None:
     operators = list(registry.catalog().operators)
     assert "attention" in operators and len(operators) > 10
     query = store(*(part for op in operators for part in timed(op)))
@@ -82,9 +78,8 @@ def test_any_name_of_ours_is_ours_everywhere(
     assert {row["implementation"] for row in own} == {NAME}
     assert not any(NAME in row["others"] for row in own)
 
-    with duckdb.connect(str(tmp_path / "results.duckdb"), read_only=True) as connection:
-        roles = data.roles(connection)
-        colors = data.variant_colors(connection).to_dict()
+    roles = data.roles(query.connection)
+    colors = data.variant_colors(query.connection).to_dict()
     named = data.words(NAME)
     assert roles[named] == "own" and "peer" in roles.values()
     of_name = dict(zip(colors["domain"], colors["range"], strict=True))

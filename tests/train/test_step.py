@@ -84,7 +84,6 @@ def test_what_a_captured_step_trains_must_stay_where_it_was():
                 captured.check()
 
 
-@torch._inductor.config.patch({"cpp.simdlen": 1})  # without vectors it compiles sooner
 def test_a_compiled_step_with_checkpoints_is_the_eager_one():
     """`tests/model/test_buckets.py` compiles one without them."""
     task, losses = make_task(), []

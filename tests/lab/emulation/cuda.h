@@ -59,9 +59,11 @@ void store_matrix_sync(T* to, const F& f, unsigned row, layout_t) {
 }
 template <typename D, typename A, typename B>
 void mma_sync(D& d, const A& a, const B& b, const D& c) {
+  float left[256], right[256];  // widened once: this is slow
+  for (int i = 0; i < 256; ++i) left[i] = float(a.x[i]), right[i] = float(b.x[i]);
   for (int i = 0; i < 256; ++i) {
     float sum = c.x[i];
-    for (int k = 0; k < 16; ++k) sum += float(a.x[i / 16 * 16 + k]) * float(b.x[k * 16 + i % 16]);
+    for (int k = 0; k < 16; ++k) sum += left[i / 16 * 16 + k] * right[k * 16 + i % 16];
     d.x[i] = sum;
   }
 }

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -40,16 +41,17 @@ struct Copy {
   const void* from;
   size_t bytes, zeros;
 };
+constexpr size_t STACK_BYTES = 1 << 18;
 struct Thread {
   ucontext_t context;
-  std::vector<char> stack = std::vector<char>(1 << 18);
+  std::unique_ptr<char[]> stack{new char[STACK_BYTES]};
   bool done = false;
   std::vector<std::vector<Copy>> copies;  // in groups, the last not yet committed
 };
 struct Barrier {
   int waiting = 0, round = 0;
 };
-inline std::vector<Thread> threads;
+inline std::vector<Thread> threads;  // whose stacks serve one block after another
 inline std::vector<Barrier> barriers;  // of the block, then of each warp
 inline std::vector<float> exchanged;
 inline ucontext_t scheduler;
@@ -73,14 +75,15 @@ inline void start() {
 
 inline void run_block(unsigned block, unsigned n) {
   blockIdx.x = block;
-  threads = std::vector<Thread>(n);
+  threads.resize(n);
   barriers = std::vector<Barrier>(1 + n / 32);
   exchanged.resize(n);
   for (auto& each : threads) {
-    each.copies.resize(1);
+    each.done = false;
+    each.copies.assign(1, {});
     getcontext(&each.context);
-    each.context.uc_stack.ss_sp = each.stack.data();
-    each.context.uc_stack.ss_size = each.stack.size();
+    each.context.uc_stack.ss_sp = each.stack.get();
+    each.context.uc_stack.ss_size = STACK_BYTES;
     each.context.uc_link = &scheduler;
     makecontext(&each.context, start, 0);
   }
