@@ -9,15 +9,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.ops.problems import DEVICE, HERE
+from tnp.dispatch import devices
 from tnp.dispatch.launcher import Bound
 from tnp.gates.checks import relative_error
-from tnp.ops._shared.streamed import Config, Product, launch_of, streamed_kernel
+from tnp.ops._shared.streamed import Config, Product, config_of, launch_of, streamed_kernel
 from tnp.ops.quantized_linear.quantizer import dequantize_weight, quantize_weight
 
 EPS = 1e-5
 UNWRITTEN = 7.0
-SMALL, PARTS = Config(16, 2, 3, 2048, 4), Config(16, 1, 1, 256, 4)  # 256 columns at a time
-EIGHT = replace(SMALL, rows=8)  # the other rows are another program's
+WHOLE = Config(16, 2, 3, 2048, 4)
+PARTS = Config(16, 1, 1, 256, 4)  # 256 columns at a time
+EIGHT = replace(WHOLE, rows=8)  # the other rows are another program's
 
 
 @dataclass
@@ -84,19 +86,19 @@ class Given:
 
 # Rows, n_in, n_out, and more; the configuration.
 CASES = {
-    "bfloat16": (Product(3, 100, 70), SMALL),
+    "bfloat16": (Product(3, 100, 70), WHOLE),
     "bfloat16, a residual sum": (Product(1, 1500, 20, update=True), PARTS),
     "RMSNorm, SwiGLU": (
-        Product(3, 100, 108, update=True, norm="rms", epilogue="swiglu", half=54), SMALL),
+        Product(3, 100, 108, update=True, norm="rms", epilogue="swiglu", half=54), WHOLE),
     "RMSNorm in parts": (
         Product(2, 1500, 20, update=True, norm="rms"), replace(PARTS, tiles=3)),
-    "LayerNorm, GELU": (Product(5, 100, 40, bias=True, norm="layer", epilogue="gelu"), SMALL),
+    "LayerNorm, GELU": (Product(5, 100, 40, bias=True, norm="layer", epilogue="gelu"), WHOLE),
     "LayerNorm in parts": (Product(16, 1500, 20, update=True, norm="layer"), PARTS),
-    "8 bits, a scale for a row": (Product(2, 100, 40, 8, 100, zeros=True, bias=True), SMALL),
+    "8 bits, a scale for a row": (Product(2, 100, 40, 8, 100, zeros=True, bias=True), WHOLE),
     "8 bits in parts": (Product(4, 1500, 20, 8, 1500, norm="rms"), PARTS),
     "8 bits in groups, SwiGLU": (
         Product(3, 1504, 40, 8, 32, update=True, norm="rms", epilogue="swiglu", half=20), PARTS),
-    "4 bits": (Product(1, 96, 70, 4, 32, norm="layer", bias=True), SMALL),
+    "4 bits": (Product(1, 96, 70, 4, 32, norm="layer", bias=True), WHOLE),
     "4 bits in parts, GELU": (Product(9, 1536, 20, 4, 128, zeros=True, epilogue="gelu"), PARTS),
     "4 bits, a scale for a row": (Product(3, 1504, 20, 4, 1504, update=True), PARTS),
     "RMSNorm, SiLU, 11 rows in blocks": (
@@ -120,7 +122,7 @@ def test_results_are_float64s_but_for_a_rounding(name):
 
 
 @pytest.mark.parametrize(
-    "n_rows, config", [(3, SMALL), (3, Config(16, 1, 1, 2048, 4)), (11, EIGHT)]
+    "n_rows, config", [(3, WHOLE), (3, Config(16, 1, 1, 2048, 4)), (11, EIGHT)]
 )
 def test_the_best_outputs_of_programs_hold_the_first_of_the_largest(n_rows, config):
     given = Given(Product(n_rows, 96, 110, epilogue="best"))
@@ -144,7 +146,7 @@ def test_the_best_outputs_of_programs_hold_the_first_of_the_largest(n_rows, conf
 
 
 @pytest.mark.parametrize("epilogue", ["heads", "rotated heads"])
-@pytest.mark.parametrize("page, n_rows, config", [(0, 5, SMALL), (4, 5, SMALL), (0, 11, EIGHT)])
+@pytest.mark.parametrize("page, n_rows, config", [(0, 5, WHOLE), (4, 5, WHOLE), (0, 11, EIGHT)])
 def test_heads_go_to_their_places_and_nowhere_else(page, n_rows, config, epilogue):
     n_heads, n_kv_heads, head_dim, capacity, n_pages = 3, 2, 16, 6, 6
     product = Product(
@@ -193,3 +195,16 @@ def test_heads_go_to_their_places_and_nowhere_else(page, n_rows, config, epilogu
             assert relative_error(memory[row, :, slot], wanted[b]) < bound
             memory[row, :, slot] = UNWRITTEN
         assert (memory == UNWRITTEN).all()
+
+
+@pytest.mark.parametrize(
+    "n_rows, n_in, n_out, rows, n_blocks",
+    [(8, 512, 1536, 8, 1), (9, 512, 1536, 8, 2), (16, 2048, 512, 8, 2), (9, 2048, 16384, 16, 1)],
+)
+def test_more_than_eight_rows_of_a_small_weight_are_two_programs_work(
+    n_rows, n_in, n_out, rows, n_blocks
+):
+    product, target = Product(n_rows, n_in, n_out), devices.named("H200")
+    config = config_of(product, target)
+    (_, found), _ = launch_of(product, config, target, constant=False)
+    assert (config.rows, found) == (rows, n_blocks)

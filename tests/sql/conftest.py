@@ -181,10 +181,10 @@ def run(
     torch: str = "2.13.0",
     **columns: object,
 ) -> Tables:
-    """The rows of `parts` as one process writes them, with their evidence.
+    """Returns the rows of `parts` as one process writes them, with their evidence.
 
-    `minutes` after NOW it wrote them. `code` (part → name → hash) is of all that it measured or
-    tested. `columns` are of its steps and operators; unless they say otherwise, these are settled,
+    It wrote them `minutes` after NOW. `code` (part → name → hash) is that of all it measured or
+    tested. `columns` override those of its steps and operators. Otherwise these are settled,
     of the role in `ROLES` or "own", and wait for gate "proof" (PyTorch's operators for none).
     """
     code = code | {"package": {"torch": torch}}
@@ -227,7 +227,8 @@ def gate(run_id: str, passed: bool | None = True, **columns: object) -> Tables:
 def runs(
     variant: str, medians_ms: list[float], minutes: float = 0, name: str = "", **columns: object
 ) -> list[Tables]:
-    """Runs of a step, one for each median, a minute apart, with evidence if gate "proof" is green.
+    """Returns runs of a step, one for each median, a minute apart, with evidence if gate "proof" is
+    green.
 
     `columns` are of the step or, as `run` has them, of the runs.
     """

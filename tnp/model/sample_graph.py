@@ -1,7 +1,7 @@
 """Draws targets one after another, each given the earlier ones, without waiting for the host.
 
 Points, values and noise have fixed places, and the index of the next place is on the device. So one
-CUDA graph draws every target but the first of a run, in all runs.
+CUDA graph draws targets of all runs, from the third on that is drawn after another.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Draws:
     Args:
         model: a model with a buffer.
         x_target: [B, N, d_x] in the user's units, in the order of the draws.
-        captures: captures the draw of every target after the first; None: every draw is launched.
+        captures: captures the draw of a target after another; None: every draw is launched.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class Draws:
     def _follow(self) -> None:
         """Draws a target after another: twice launched, then captured, then replayed.
 
-        The first step casts each weight at its first use. From the second step on all weights are
-        cast ahead, so products read them ahead. The second step is launched too, because kernels
-        that do so cannot be loaded while a graph is captured.
+        The first step casts each weight at its first use. The second and the captured step cast all
+        weights before, so products may read these copies ahead. The second is launched because it
+        loads the kernels that do so. No kernel can be loaded during a capture.
         """
         self._steps += 1
         if self._steps == 1:
@@ -91,6 +91,7 @@ class Draws:
         return [*self._casts.copies(), *self._model.parameters()]
 
     def _enter_and_draw(self) -> None:
+        # These launches stand between the casts of weights and the first product.
         x, x_next = self._x.index_select(1, self._places).split(1, 1)
         y = self._model.in_units("y", self._y.index_select(1, self._places[:1]))
         self._draw(self._known.behind(x_next, x, y))

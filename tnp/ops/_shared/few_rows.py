@@ -8,8 +8,8 @@ of a stream holds, if every kernel that is launched early waits too. Every progr
 `follow`, because a later kernel's wait relies on this kernel's wait.
 
 Before `follow`, no program may write anything. It may read what the launch before does not write: a
-weight that `is_ready`, or a tensor of a known chain of launches. It may ask for anything to be
-brought to L2, which is only a hint.
+weight that `is_ready`, or a tensor of which the order of launches says so. It may ask for anything
+to be brought to L2, which is only a hint.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ from torch import Tensor
 from tnp.dispatch.devices import Target
 from tnp.ops._shared.primitives import add_dot, dot
 
-FEW = 16  # rows of a tensor core's tile
+FEW = 16  # the most rows of these kernels
 # The bytes of a sector, in which tensors are brought to L2.
 SECTOR = tl.constexpr(32)
 
@@ -33,10 +33,10 @@ _READY: ContextVar[frozenset[int]] = ContextVar("addresses of weights that are r
 
 @contextmanager
 def weights_ready(weights: Iterable[Tensor]) -> Iterator[None]:
-    """Lets products of a few rows read these weights before they wait.
+    """Lets products of a few rows read these weights before their kernels wait.
 
-    No launch inside may write one of them, nor may the last launch before. Other weights are read
-    behind the wait: a copy that a call makes has an address of its own.
+    No launch inside may write one of them, nor may the launch right before the first product. Other
+    weights are read after the wait, casts and copies among them that a call makes.
     """
     kept = list(weights)  # no other tensor gets their addresses
     token = _READY.set(frozenset(weight.data_ptr() for weight in kept))
@@ -62,8 +62,8 @@ def chained(target: Target) -> dict[str, Any]:
 def follow(CHAINED: tl.constexpr):
     """Waits until all launches before are complete, and then lets the next one begin.
 
-    The order matters: a kernel that begins before its own wait then finds everything complete but
-    the kernel right before it.
+    The order matters: when a kernel begins, all launches are then complete but the one right before
+    it.
     """
     if CHAINED:
         tl.extra.cuda.gdc_wait()

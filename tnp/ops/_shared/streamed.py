@@ -1,6 +1,6 @@
 """Streams a weight past a few rows: y = x wᵀ for up to 16 rows, at the speed of memory.
 
-    x' = x + update             the residual sum, written by one program of all
+    x' = x + update             the residual sum, written by the first program of its rows
     x̂ = norm(x')                RMSNorm or LayerNorm
     y = x̂ wᵀ + bias             w in 16 bits, or codes of 8 or 4 bits with a scale for each group
     then SiLU, SwiGLU or GELU, or heads to a cache, or the largest of y
@@ -13,11 +13,11 @@ the weight (`_inner_last`). The warps share the inner dimension, and add up thei
 a fixed order.
 
 Codes are integers that both 16-bit formats hold exactly. The scale of a group multiplies its
-float32 sum. So quantization adds no error to that of the codes.
+float32 sum. So the kernel adds no error of its own to the rounding of the codes.
 
-Like all kernels for a few rows it starts while the kernel before it still runs
-(`tnp.ops._shared.few_rows`). `CONSTANT` says that no earlier launch of the stream writes the
-weight. Only then is the weight read before the wait.
+Like all kernels for a few rows, on compute capability 9.0 and newer it starts while the kernel
+before it still runs (`tnp.ops._shared.few_rows`). `CONSTANT` says that no earlier launch of the
+stream writes the weight. Only then is the weight read before the wait.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def _inner_last(x, BITS: tl.constexpr, L: tl.constexpr, PARTS: tl.constexpr, C: 
     x = tl.reshape(x, [ROWS, PARTS, L, 4, C * BITS // 32, 32 // BITS])
     x = tl.reshape(tl.permute(x, (1, 2, 4, 3, 5, 0)), [PARTS, L * 4 * C, ROWS])
     if ROWS < LEAST:
-        # The instruction takes at least eight rows. More of the same cost no memory.
+        # The instruction takes at least eight rows. Repeated rows are not read again.
         x = tl.broadcast_to(x[:, :, None, :], [PARTS, L * 4 * C, LEAST // ROWS, ROWS])
         x = tl.reshape(x, [PARTS, L * 4 * C, LEAST])
     return x
@@ -254,7 +254,7 @@ def _right(
     """Returns columns `at` of the normalized rows as the right operand.
 
     WHOLE: these are all columns, from which the norm's statistics are computed here.
-    WRITES: the first program writes the residual sum.
+    WRITES: the first program of these rows writes the residual sum.
     """
     if NORM != "":
         # The norm's weight is loaded beside x, not after it.
@@ -485,13 +485,13 @@ class Product:
 
     @property
     def n_pairs(self) -> int:
-        """Returns the pairs of outputs."""
+        """Returns the number of pairs of outputs."""
         if self.half == 8:
             return triton.cdiv(self.n_out, 16) * 8
         return self.n_out // 2
 
 
-# A weight of so many bytes takes no longer than a launch. Rows 9 to 16 then go to a second program.
+# A weight of at most so many bytes takes no longer than a launch: see `config_of`.
 SMALL = 4 * 2**20
 MOST_WIDTH = 32_768  # a program's code grows with the parts in which it takes the inner dimension
 
@@ -501,12 +501,12 @@ def config_of(product: Product, target: Target) -> Config:
     rows = triton.next_power_of_2(product.n_rows)
     if rows <= 2:
         return Config(rows, 1, 1, 2048, 4 if product.n_in <= 2048 else 8)
-    # Every program reads and normalizes all rows, which takes longer than one tile.
+    # Every program reads and normalizes all its rows, which takes longer than one tile.
     tiles = min(8, triton.cdiv(triton.cdiv(product.n_pairs, 8), max(1, target.multiprocessors)))
     is_small = product.n_out * product.n_in * product.bits // 8 <= SMALL
-    if tiles == 1 and is_small and product.n_in <= 2048:
+    if tiles == 1 and is_small and product.n_in <= 2048:  # rows 9 to 16 go to a second program
         return Config(min(8, rows), 1, 1, 2048, 4)
-    # More columns of 16 rows, or with a norm, would spill where not all stay in registers.
+    # Where a row is loaded in parts, 16 rows or a norm leave fewer registers for them.
     parts = (1 + (rows > 8)) * (1 + bool(product.norm)) if product.n_in > 2048 else 1
     return Config(rows, 1, tiles, 2048 // parts, 8)
 
@@ -550,11 +550,13 @@ def bound(
     of_x: RowLayout,
     of_update: RowLayout | None = None,
 ) -> Callable[..., None]:
-    """Returns the launch of a product whose results are rows: no heads, no largest.
+    """Returns the launch of a product with RMSNorm or none, and with SiLU or none.
 
     Call it with x, weight and y, and with the tensors that `product` names. `total` is x + update.
     The first part of a weight that `is_ready` is read before the wait.
     """
+    if product.norm not in ("", "rms") or product.epilogue not in ("", "silu"):
+        raise ValueError(f"{product}: it must have norm '' or 'rms', and epilogue '' or 'silu'")
     of_both = *of_x.strides, *(of_update or of_x).strides
     sizes = *of_both, product.n_rows, of_x.n_inner, (of_update or of_x).n_inner, product.n_out
     bounds = []
@@ -575,8 +577,8 @@ def bound(
         bias: Tensor | None = None,
         eps: float = 1.0,
     ) -> None:
-        optional = update, norm_weight, None, weight, scales, zeros, bias, total
-        tensors = (x if one is None else one for one in optional)
+        named = update, norm_weight, None, weight, scales, zeros, bias, total
+        tensors = (x if one is None else one for one in named)
         bounds[is_ready(weight)](x, *tensors, y, y, y, x, x, x, x, x, x, eps)
 
     return launch
