@@ -13,7 +13,8 @@ from tests.ops.problems import DEVICE
 from tnp.dispatch.devices import INTERPRETER, Target
 from tnp.dispatch.launcher import Bound
 from tnp.gates.checks import relative_error
-from tnp.ops._shared.few_rows import add_dot_in_parts, chained, weights_ready
+from tnp.ops._shared.few_rows import add_dot_in_parts, chained
+from tnp.ops._shared.ready_weights import weights_ready
 from tnp.ops.projection import linear
 
 KERNELS = {
@@ -37,7 +38,7 @@ from tnp.llm import models
 from tnp.llm.cache import Cache
 from tnp.llm.fused_step import FusedStep
 from tnp.llm.tokens import Tokens
-from tnp.ops._shared.few_rows import weights_ready
+from tnp.ops._shared.ready_weights import weights_ready
 from tnp.ops.projection import linear
 
 PROBLEMS = {

@@ -14,7 +14,7 @@ from tnp.cuda_graphs import Captures
 from tnp.model.causal_buffer import Buffer
 from tnp.model.prediction import Encoding, draw
 from tnp.ops._shared.casting import WeightCasts
-from tnp.ops._shared.few_rows import weights_ready
+from tnp.ops._shared.ready_weights import weights_ready
 
 if TYPE_CHECKING:
     from tnp.model.network import Network

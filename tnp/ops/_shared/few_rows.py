@@ -8,18 +8,14 @@ of a stream holds, if every kernel that is launched early waits too. Every progr
 `follow`, because a later kernel's wait relies on this kernel's wait.
 
 Before `follow`, no program may write anything. It may read what the launch before does not write: a
-weight that `is_ready`, or a tensor of which the order of launches says so. It may ask for anything
-to be brought to L2, which is only a hint.
+weight that is ready (`ready_weights`), or a tensor of which the order of launches says so. It may
+ask for anything to be brought to L2, which is only a hint.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from tnp.dispatch.devices import Target
 from tnp.ops._shared.primitives import add_dot, dot
@@ -27,28 +23,6 @@ from tnp.ops._shared.primitives import add_dot, dot
 FEW = 16  # the most rows of these kernels
 # The bytes of a sector, in which tensors are brought to L2.
 SECTOR = tl.constexpr(32)
-
-_READY: ContextVar[frozenset[int]] = ContextVar("addresses of weights that are ready")
-
-
-@contextmanager
-def weights_ready(weights: Iterable[Tensor]) -> Iterator[None]:
-    """Lets products of a few rows read these weights before their kernels wait.
-
-    No launch inside may write one of them, nor may the launch right before the first product. Other
-    weights are read after the wait, casts and copies among them that a call makes.
-    """
-    kept = list(weights)  # no other tensor gets their addresses
-    token = _READY.set(frozenset(weight.data_ptr() for weight in kept))
-    try:
-        yield
-    finally:
-        _READY.reset(token)
-
-
-def is_ready(weight: Tensor) -> bool:
-    """Returns whether the weight is one of those of `weights_ready`."""
-    return weight.data_ptr() in _READY.get(())
 
 
 def chained(target: Target) -> dict[str, Any]:

@@ -32,9 +32,10 @@ from torch import Tensor
 
 from tnp.dispatch.devices import Target
 from tnp.dispatch.launcher import Bound
-from tnp.ops._shared.few_rows import chained, follow, is_ready, prefetch_rows
+from tnp.ops._shared.few_rows import chained, follow, prefetch_rows
 from tnp.ops._shared.new_heads import angles, store_heads
 from tnp.ops._shared.primitives import INTERPRETED, KernelConfig, add_dot, cast
+from tnp.ops._shared.ready_weights import is_ready
 from tnp.ops._shared.rows import RowLayout, load_rows, row_offsets
 from tnp.ops._shared.triton_matmul import silu
 
