@@ -11,7 +11,14 @@ from tnp.bench import isolate, provenance
 from tnp.bench.outcome import failure_rows
 from tnp.model.variants import named_specs
 
-PATTERNS = ("*.md", "docs/**/*.md", "results/*.md", "tnp/ops/*/NOTES.md", "[!.]*/README.md", "lab/*.md")
+PATTERNS = (
+    "*.md",
+    "docs/**/*.md",
+    "results/*.md",
+    "tnp/ops/*/NOTES.md",
+    "[!.]*/README.md",
+    "lab/*.md",
+)
 DOCUMENTS = sorted({path for pattern in PATTERNS for path in Path().glob(pattern)})
 README, OPERATORS = Path("README.md").read_text(), Path("docs/operators.md").read_text()
 TRAIN, GPU, DATA, LOOP, PREDICT = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
