@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["rms_norm_linear"]
 
-# Of the kernel for a few rows. Its module imports Triton, which a declaration must not. Wider rows
-# with many outputs take it minutes to compile.
+# The kernel for a few rows takes so many. The numbers stand here because its module imports Triton,
+# which a declaration must not. For wider rows its code would compile for minutes.
 MOST_ROWS, MOST_WIDTH = 16, 2048
 
 
